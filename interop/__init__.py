@@ -1,0 +1,23 @@
+"""The contract between the PyTorch core and its front ends: specs, batches, plans, errors.
+
+Importing this package imports neither PyTorch nor JAX.
+"""
+
+from __future__ import annotations
+
+from .batch import Bucket, RaggedBatch
+from .errors import IsthmusError
+from .plan import AttentionPlan, Launch, MetadataLayout, PlanStatic
+from .spec import AttentionSpec, CacheSpec
+
+__all__ = [
+    "AttentionPlan",
+    "AttentionSpec",
+    "Bucket",
+    "CacheSpec",
+    "IsthmusError",
+    "Launch",
+    "MetadataLayout",
+    "PlanStatic",
+    "RaggedBatch",
+]

@@ -1,0 +1,331 @@
+"""One step's batch of requests on the host, and the bucket that its plan is padded to.
+
+NumPy only, no loop over requests or tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import LengthError, PageError, PlanError, ShapeError, SlotError
+
+__all__ = ["Bucket", "RaggedBatch"]
+
+IntArray = npt.NDArray[np.int32]
+INT32_MAX = 2**31 - 1
+
+
+def host_ints(argument: str, value: object, rank: int) -> IntArray:
+    """Return `value` as a contiguous int32 array of `rank` dimensions, or say why it is none.
+
+    Takes NumPy arrays, lists, CPU torch tensors and anything else that NumPy reads from the host.
+    """
+    if getattr(value, "is_cuda", False):
+        raise ShapeError(
+            argument,
+            given="a tensor on a GPU",
+            wanted="host memory, since plans are made on the host",
+            remedy=f"Keep {argument} on the host, or call .cpu() where a wait is acceptable.",
+        )
+    array = np.asarray(value)
+    if array.ndim != rank:
+        raise ShapeError(
+            argument, given=f"shape {array.shape}", wanted=f"an array of {rank} dimension(s)"
+        )
+    if array.dtype == np.int32:
+        return np.ascontiguousarray(array)
+    if array.size == 0:
+        return np.zeros(array.shape, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ShapeError(argument, given=f"dtype {array.dtype}", wanted="integers")
+    low, high = int(array.min()), int(array.max())
+    if low < -INT32_MAX or high > INT32_MAX:
+        raise LengthError(argument, given=f"values {low} to {high}", wanted="values that fit int32")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def indptr(lengths: IntArray) -> IntArray:
+    """Offsets ``[n + 1]`` of runs with the given lengths ``[n]``: 0, then the running sum."""
+    out = np.zeros(lengths.shape[0] + 1, np.int32)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def within(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Concatenate ``starts[i] + arange(lengths[i])`` over all i."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if ends.size else 0
+    first = np.repeat(starts - (ends - lengths), lengths)
+    return (first + np.arange(total)).astype(np.int32)
+
+
+def _count(argument: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
+        raise LengthError(argument, given=repr(value), wanted="0 or a positive integer")
+    return int(value.__index__())
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sizes that a plan is padded to, so that its static part stays the same from step to step.
+
+    Parameters
+    ----------
+    num_requests, num_tokens, num_pages
+        Most requests, query tokens and page-table entries in use (summed over requests) that a
+        batch of this bucket may have. Query, key, value and output have ``num_tokens`` rows; rows
+        beyond the batch's own tokens are ignored on the way in and zero on the way out.
+    max_query_len
+        Longest query of one request; ``num_tokens`` when left out. 1 says that every request
+        decodes one token, which lets a kernel choose smaller tiles.
+    without_context
+        Promises that every request starts in this step (``kv_lens == query_lens``): attention
+        may then read this step's own keys and values instead of the pages.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_pages: int
+    max_query_len: int = 0
+    without_context: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "num_tokens", "num_pages"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        longest = _count("max_query_len", self.max_query_len) or self.num_tokens
+        object.__setattr__(self, "max_query_len", min(longest, self.num_tokens))
+
+    @classmethod
+    def exactly(cls, batch: RaggedBatch, pages: int) -> Bucket:
+        """Return the bucket that `batch`, with `pages` pages in use, fills to the brim."""
+        return cls(
+            batch.num_requests,
+            batch.num_tokens,
+            pages,
+            batch.max_query_len,
+            batch.without_context,
+        )
+
+    @classmethod
+    def covering(cls, batch: RaggedBatch, page_size: int) -> Bucket:
+        """Return the bucket of `batch` with every size rounded up to a power of two."""
+
+        def up(size: int) -> int:
+            return 1 << (max(size, 1) - 1).bit_length()
+
+        pages = int(batch.num_pages(page_size).sum())
+        longest = up(batch.max_query_len)
+        requests = up(batch.num_requests)
+        tokens = requests if longest == 1 else up(batch.num_tokens)
+        return cls(requests, tokens, up(pages), longest)
+
+    def check(self, batch: RaggedBatch, pages: int) -> None:
+        """Raise `PlanError` naming the first size of this bucket that `batch` exceeds."""
+        needs = {
+            "num_requests": batch.num_requests,
+            "num_tokens": batch.num_tokens,
+            "num_pages": pages,
+            "max_query_len": batch.max_query_len,
+        }
+        for name, need in needs.items():
+            limit = getattr(self, name)
+            if need > limit:
+                raise PlanError(
+                    f"bucket.{name}",
+                    given=f"{limit} for a batch that needs {need}",
+                    wanted=f"at least {need}",
+                    remedy="Use a larger bucket, or Bucket.covering(batch, page_size).",
+                )
+        if self.without_context and not batch.without_context:
+            worst = int((batch.kv_lens - batch.query_lens).argmax())
+            raise PlanError(
+                "bucket.without_context",
+                given=f"True for a batch whose request {worst} has "
+                f"{int((batch.kv_lens - batch.query_lens)[worst])} tokens of context",
+                wanted="requests without context, or a bucket without that promise",
+            )
+
+
+class RaggedBatch:
+    """Requests of different lengths that are served in one step.
+
+    Parameters
+    ----------
+    query_lens
+        ``[num_requests]`` integers: tokens that each request brings to this step. 0 is allowed.
+    kv_lens
+        ``[num_requests]`` integers: tokens that each request's cache holds *after* this step's
+        tokens have been appended, so ``kv_lens >= query_lens``.
+    page_table
+        ``[num_requests, width]`` integers: the pages of each request in order. Entries past
+        ``ceil(kv_len / page_size)`` are ignored. Leave out for attention without a cache.
+
+    All three are host arrays of any integer type (NumPy, lists, CPU tensors); they are never
+    modified. The tokens of a request lie next to each other in query, key and value.
+
+    Raises
+    ------
+    ShapeError, LengthError
+        For arrays of another rank or type, negative lengths, or a cache shorter than its query.
+    """
+
+    __slots__ = ("kv_lens", "max_query_len", "num_tokens", "page_table", "qo_indptr", "query_lens")
+
+    query_lens: IntArray
+    kv_lens: IntArray
+    page_table: IntArray | None
+    qo_indptr: IntArray
+    num_tokens: int
+    max_query_len: int
+
+    def __init__(
+        self, query_lens: object, kv_lens: object, page_table: object | None = None
+    ) -> None:
+        query = host_ints("query_lens", query_lens, 1)
+        kv = host_ints("kv_lens", kv_lens, 1)
+        if query.size == 0:
+            raise ShapeError("query_lens", given="no requests", wanted="at least one request")
+        if kv.shape != query.shape:
+            raise ShapeError(
+                "kv_lens", given=f"{kv.size} lengths", wanted=f"{query.size}, one per query length"
+            )
+        self._check_lengths(query, kv)
+        table = None if page_table is None else host_ints("page_table", page_table, 2)
+        if table is not None and table.shape[0] != query.size:
+            raise ShapeError(
+                "page_table",
+                given=f"shape {table.shape}",
+                wanted=f"{query.size} rows, one per request",
+            )
+        self.query_lens = query
+        self.kv_lens = kv
+        self.page_table = table
+        self.qo_indptr = indptr(query)
+        self.num_tokens = int(self.qo_indptr[-1])
+        self.max_query_len = int(query.max())
+
+    @staticmethod
+    def _check_lengths(query: IntArray, kv: IntArray) -> None:
+        if query.min() < 0:
+            worst = int(query.argmin())
+            raise LengthError(
+                f"query_lens[{worst}]", given=int(query[worst]), wanted="0 or a positive length"
+            )
+        if (kv < query).any():
+            worst = int((kv - query).argmin())
+            raise LengthError(
+                f"kv_lens[{worst}]",
+                given=f"{int(kv[worst])} with query_lens[{worst}] = {int(query[worst])}",
+                wanted="at least the query length",
+                remedy="kv_lens count the tokens that this step appends, too.",
+            )
+        for name, lengths in (("query_lens", query), ("kv_lens", kv)):
+            if int(lengths.sum(dtype=np.int64)) > INT32_MAX:
+                raise LengthError(
+                    name, given="more than 2**31 - 1 tokens", wanted="a batch whose sum fits int32"
+                )
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests, empty ones included."""
+        return int(self.query_lens.shape[0])
+
+    @property
+    def without_context(self) -> bool:
+        """Whether every request starts in this step."""
+        return bool((self.kv_lens == self.query_lens).all())
+
+    def num_pages(self, page_size: int) -> IntArray:
+        """Pages that each request's tokens fill, ``ceil(kv_lens / page_size)``, ``[n]`` int32."""
+        return -(-self.kv_lens // page_size)
+
+    def last_page_lens(self, page_size: int) -> IntArray:
+        """Tokens in each request's last page: 1 to `page_size`, and 0 where it has no page."""
+        pages = self.num_pages(page_size)
+        return self.kv_lens - np.maximum(pages - 1, 0) * page_size
+
+    def _table(self, page_size: int, num_pages: int) -> tuple[IntArray, IntArray]:
+        """Page table and pages in use of each request, checked against the pool's size."""
+        table = self.page_table
+        if table is None:
+            raise PageError(
+                "page_table",
+                given="none",
+                wanted=f"an array [{self.num_requests}, pages]",
+                remedy="Pass page_table to RaggedBatch, or plan without a cache.",
+            )
+        pages = self.num_pages(page_size)
+        if int(pages.max()) > table.shape[1]:
+            worst = int(pages.argmax())
+            raise PageError(
+                f"page_table[{worst}]",
+                given=f"{table.shape[1]} entries",
+                wanted=f"{int(pages[worst])} for kv_lens[{worst}] = {int(self.kv_lens[worst])} "
+                f"tokens in pages of {page_size}",
+            )
+        return table, pages
+
+    def page_indices(self, page_size: int, num_pages: int) -> IntArray:
+        """Return the page ids in use, request after request, ``[sum(ceil(kv_lens / P))]`` int32.
+
+        Raises
+        ------
+        PageError
+            If the table is missing, too narrow, or names a page outside ``[0, num_pages)``.
+        """
+        table, pages = self._table(page_size, num_pages)
+        width = int(pages.max())
+        if int(pages.min()) == width:
+            used = table[:, :width].reshape(-1)
+        else:
+            used = table[:, :width][np.arange(width) < pages[:, None]]
+        if used.size and (int(used.min()) < 0 or int(used.max()) >= num_pages):
+            column = np.arange(width)
+            bad = (table[:, :width] < 0) | (table[:, :width] >= num_pages)
+            row, col = np.argwhere(bad & (column < pages[:, None]))[0]
+            raise PageError(
+                f"page_table[{row}, {col}]",
+                given=int(table[row, col]),
+                wanted=f"a page id from 0 to {num_pages - 1}",
+            )
+        return used
+
+    def slot_mapping(self, page_size: int, num_pages: int) -> IntArray:
+        """Where this step's tokens are written: ``page * page_size + offset``, ``[tokens]`` int32.
+
+        Token ``j`` of a request sits at position ``kv_len - query_len + j``.
+
+        Raises
+        ------
+        SlotError
+            If two tokens would share a slot.
+        """
+        table, _ = self._table(page_size, num_pages)
+        first = self.kv_lens - self.query_lens
+        if self.max_query_len <= 1:
+            rows = np.flatnonzero(self.query_lens)
+            positions = first[rows]
+        else:
+            rows = np.repeat(np.arange(self.num_requests), self.query_lens)
+            positions = within(first, self.query_lens)
+        column = positions // page_size
+        slots = table[rows, column] * page_size + (positions - column * page_size)
+        self._check_slots(slots, rows)
+        return slots.astype(np.int32, copy=False)
+
+    @staticmethod
+    def _check_slots(slots: IntArray, rows: npt.NDArray[np.intp]) -> None:
+        ordered = np.sort(slots)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            slot = int(ordered[1:][twice][0])
+            owners = rows[slots == slot][:2].tolist()
+            raise SlotError(
+                "page_table",
+                given=f"slot {slot} for tokens of requests {owners[0]} and {owners[1]}",
+                wanted="a slot of its own for each token",
+                remedy="Pages that are written may not be shared; copy them first.",
+            )

@@ -1,0 +1,127 @@
+"""The XLA custom calls: a handful of targets, registered through jax-tvm-ffi.
+
+This module knows buffers and streams, but no kernels: each target hands its buffers to a runner that
+a front end registers. What a call does stands in its attributes (`interop.attributes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax_tvm_ffi
+import torch
+import tvm_ffi
+
+from .attributes import ATTRIBUTES, Call, decode, encode
+from .errors import TransformError
+
+__all__ = ["TARGETS", "as_torch", "bind", "foreign_call", "xla_stream"]
+
+TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append")
+# Calls of this target wait for the device or allocate, so XLA may not record them.
+NOT_RECORDABLE = ("isthmus_attend_waiting",)
+
+Runner = Callable[[Call, Sequence[Any]], None]
+
+
+def bind(target: str, runner: Runner) -> None:
+    """Register `runner` as the handler of `target` on every platform; once per process.
+
+    The runner is called as ``runner(call, buffers)`` with operands and results in one sequence of
+    `tvm_ffi.Tensor`, on the stream that XLA gave. It must not keep them.
+    """
+    arg_spec = [f"attrs.{name}" for name in ATTRIBUTES] + ["args", "rets"]
+    split = len(ATTRIBUTES)
+
+    def handle(*values: Any) -> None:
+        runner(decode(*values[:split]), values[split:])
+
+    function = tvm_ffi.convert(handle)
+    for platform in ("cpu", "gpu"):
+        jax_tvm_ffi.register_ffi_target(
+            target,
+            function,
+            arg_spec,
+            platform=platform,
+            allow_cuda_graph=target not in NOT_RECORDABLE,
+            pass_owned_tensor=True,
+        )
+
+
+def foreign_call(
+    target: str,
+    call: Call,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[int, int] | None = None,
+    writes: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Put a custom call into the program that is being traced.
+
+    Parameters
+    ----------
+    target
+        One of `TARGETS`.
+    call
+        Its attributes.
+    operands, results
+        Its buffers, and the shapes of those it makes.
+    aliases
+        Operand index to result index, for operands that are updated in place.
+    writes
+        Whether it changes memory that XLA does not see, so that XLA must not drop it.
+
+    Raises
+    ------
+    TransformError
+        Under ``vmap`` and differentiation.
+    """
+    ffi = jax.ffi.ffi_call(
+        target, tuple(results), has_side_effect=writes, input_output_aliases=aliases or {}
+    )
+    attributes = encode(call)
+
+    @jax.custom_batching.custom_vmap
+    def plain(*values: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(ffi(*values, **attributes))
+
+    @plain.def_vmap
+    def _no_vmap(axis_size: int, batched: Any, *values: jax.Array) -> Any:
+        raise TransformError(
+            f"{target} has no vmap over {axis_size} examples: a ragged batch is the batch axis. "
+            "Put the examples into one RaggedBatch and call it once."
+        )
+
+    @jax.custom_jvp
+    def guarded(*values: jax.Array) -> tuple[jax.Array, ...]:
+        return plain(*values)
+
+    @guarded.defjvp
+    def _no_gradient(primals: Any, tangents: Any) -> Any:
+        raise TransformError(
+            f"{target} has no gradient: attention over a paged cache is for inference. Use "
+            "jax.lax.stop_gradient on its arguments, or jax.nn.dot_product_attention to train."
+        )
+
+    return guarded(*operands)
+
+
+def as_torch(buffer: Any) -> torch.Tensor:
+    """View a bridge tensor as a torch tensor, without any synchronisation of streams."""
+    return torch.utils.dlpack.from_dlpack(buffer.__dlpack__())
+
+
+def xla_stream(buffer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make the stream that XLA runs this call on torch's current stream.
+
+    Without it torch would put its work on its own stream, beside the step that it belongs to.
+    """
+    device = buffer.device
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = tvm_ffi.get_raw_stream(device)
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, f"cuda:{device.index}"))

@@ -1,0 +1,29 @@
+"""The JAX front end: the PyTorch core's paged attention, called from inside ``jax.jit``."""
+
+from __future__ import annotations
+
+from interop.ffi import TARGETS as FFI_TARGETS
+
+from . import handlers, pytrees
+from .attention import append, attend, paged_attention, ragged_attention
+from .cache import CacheArrays, CacheHandle, cache_handle, init_cache, release_cache
+from .merging import merge_states
+from .planning import plan
+
+__all__ = [
+    "FFI_TARGETS",
+    "CacheArrays",
+    "CacheHandle",
+    "append",
+    "attend",
+    "cache_handle",
+    "init_cache",
+    "merge_states",
+    "paged_attention",
+    "plan",
+    "ragged_attention",
+    "release_cache",
+]
+
+# Imported for what they register with XLA and with JAX's trees.
+del handlers, pytrees

@@ -1,0 +1,310 @@
+"""Attention over pages for code under ``jax.jit``: the calls that models make."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
+from interop.attributes import Call
+from interop.ffi import foreign_call
+from interop.plan import AttentionPlan, Launch, PlanStatic
+from interop.spec import CacheSpec
+from torch_backend.cache import WHOLE_POOL
+from torch_backend.kernels import FAMILIES
+
+from .cache import CacheArrays, CacheHandle
+
+__all__ = ["append", "attend", "paged_attention", "ragged_attention"]
+
+Cache = TypeVar("Cache", CacheHandle, CacheArrays)
+Layer = int | jax.Array
+Plan = AttentionPlan[jax.Array]
+
+
+def attend(
+    query: jax.Array,
+    cache: Cache,
+    plan: Plan,
+    layer: Layer,
+    *,
+    return_lse: bool = False,
+    return_cache: bool = False,
+) -> Any:
+    """Attend to the pages of one layer, which hold this step's tokens already (see `append`).
+
+    Parameters
+    ----------
+    query
+        ``[tokens, num_qo_heads, head_dim]`` of the plan's dtype, where ``tokens`` is
+        ``plan.bucket.num_tokens``.
+    cache
+        From `cache_handle` or `init_cache`, as it came out of the last `append`.
+    plan
+        From `plan`, passed into the jitted function as an argument.
+    layer
+        Which layer to read; an integer, or a traced scalar as in ``jax.lax.scan``.
+    return_lse
+        Also return the logarithm of each row's softmax denominator.
+    return_cache
+        Also return the cache, ordered after this read; only needed where one program reads pages
+        and then gives them to another request.
+
+    Returns
+    -------
+    jax.Array or tuple
+        Output ``[tokens, num_qo_heads, head_dim_v]`` in the query's dtype; LSE
+        ``[tokens, num_qo_heads]`` float32, natural logarithm, if asked for; the cache, if asked
+        for. A row that sees no key, padding rows among them, has output 0 and LSE -inf.
+
+    Raises
+    ------
+    FrameworkError, ShapeError, DTypeError, PlanError, ArgumentError
+        At trace time, for arguments that do not fit the plan.
+    TransformError
+        Under ``vmap`` and differentiation.
+    """
+    _check_cache(cache, plan)
+    _check_rows("query", query, plan.static.query_shape, plan)
+    out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache)
+    results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
+    return results if len(results) > 1 else out
+
+
+def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: Layer) -> Cache:
+    """Write this step's keys and values into the pages of one layer.
+
+    Parameters
+    ----------
+    key, value
+        ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, head_dim_v]``; rows past
+        the batch's own tokens are ignored.
+    cache, plan, layer
+        As for `attend`.
+
+    Returns
+    -------
+    CacheHandle or CacheArrays
+        The cache after the write; use it from here on. `CacheArrays` are updated in place where the
+        jitted function donates them, and copied by XLA where it does not.
+
+    Raises
+    ------
+    FrameworkError, ShapeError, DTypeError, PlanError, ArgumentError, TransformError
+        As `attend` does.
+    """
+    _check_cache(cache, plan)
+    _check_key_value(key, value, plan)
+    static, shape = plan.static, cache.spec
+    metadata = _owned(plan)
+    slots = static.layout.views(metadata)["slot_mapping"]
+    number, slots = _place(layer, shape, slots, shape.num_pages * shape.page_size)
+    launch = Launch("append", "rows", plan.spec, shape)
+    if isinstance(cache, CacheHandle):
+        call = Call(launch, cache.name, number, False)
+        token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
+        operands = (key, value, slots, cache.token)
+        (after,) = foreign_call("isthmus_append", call, operands, (token,), writes=True)
+        return CacheHandle(after, cache.name, shape)
+    call = Call(launch, "", number, False)
+    results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]
+    k, v = foreign_call(
+        "isthmus_append", call, (key, value, slots, cache.k, cache.v), results, aliases={3: 0, 4: 1}
+    )
+    return CacheArrays(k, v, shape)
+
+
+def paged_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache,
+    plan: Plan,
+    layer: Layer,
+    *,
+    return_lse: bool = False,
+) -> Any:
+    """`append` and `attend` in one call; returns ``(out, cache)`` or ``(out, lse, cache)``.
+
+    Where the plan's bucket promises requests without context, attention reads `key` and `value`
+    themselves and the pages are only written.
+    """
+    _check_rows("query", query, plan.static.query_shape, plan)
+    cache = append(key, value, cache, plan, layer)
+    if plan.static.own is not None:
+        out, lse, _ = _own(query, key, value, plan, return_lse)
+    else:
+        out, lse, cache = _attend(query, cache, plan, layer, return_lse, True)
+    return (out, lse, cache) if return_lse else (out, cache)
+
+
+def ragged_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, plan: Plan, *, return_lse: bool = False
+) -> Any:
+    """Attention without a cache: every request's keys and values are rows of the call.
+
+    Shapes and errors are those of `torch_backend.ragged_attention`.
+    """
+    if plan.static.cache is not None:
+        raise PlanError(
+            "plan",
+            given="a plan for a cache",
+            wanted="a plan made with cache_spec=None",
+            remedy="Use attend or paged_attention with this plan.",
+        )
+    _check_rows("query", query, plan.static.query_shape, plan)
+    _check_key_value(key, value, plan)
+    out, lse, _ = _own(query, key, value, plan, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _own(
+    query: jax.Array, key: jax.Array, value: jax.Array, plan: Plan, lse: bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Attention over the rows of the call."""
+    launch = plan.static.own or plan.static.main
+    fields = plan.static.layout.views(_owned(plan))
+    return _call(plan.static, Call(launch, "", 0, lse), (query, key, value), fields)
+
+
+def _attend(
+    query: jax.Array, cache: Cache, plan: Plan, layer: Layer, lse: bool, hand_on: bool
+) -> tuple[jax.Array, jax.Array | None, Cache]:
+    """Attention over pages; the cache that comes back is ordered after it if `hand_on` says so."""
+    static, shape = plan.static, cache.spec
+    fields = static.layout.views(_owned(plan))
+    number, pages = _place(layer, shape, fields["page_indices"], shape.num_pages)
+    fields["page_indices"] = pages
+    if isinstance(cache, CacheHandle):
+        call = Call(static.main, cache.name, number, lse)
+        token = cache.token if hand_on else None
+        out, log, after = _call(static, call, (query, cache.token), fields, token)
+        return out, log, cache if after is None else CacheHandle(after, cache.name, shape)
+    call = Call(static.main, "", number, lse)
+    out, log, _ = _call(static, call, (query, cache.k, cache.v), fields)
+    # XLA orders reads and writes of arrays by itself.
+    return out, log, cache
+
+
+def _call(
+    static: PlanStatic,
+    call: Call,
+    operands: tuple[jax.Array, ...],
+    fields: dict[str, jax.Array],
+    token: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Output, LSE if asked for, and the token if one is handed on."""
+    launch, family = call.launch, FAMILIES[call.launch.family]
+    results = [jax.ShapeDtypeStruct(static.out_shape, static.query_dtype)]
+    if call.lse:
+        results.append(jax.ShapeDtypeStruct(static.out_shape[:2], jnp.float32))
+    if launch.scratch_bytes:
+        results.append(jax.ShapeDtypeStruct((launch.scratch_bytes,), jnp.uint8))
+    if token is not None:
+        results.append(jax.ShapeDtypeStruct(token.shape, token.dtype))
+    made = foreign_call(
+        "isthmus_attend" if family.recordable else "isthmus_attend_waiting",
+        call,
+        (*operands, *(fields[name] for name in family.fields(launch.source))),
+        results,
+    )
+    return made[0], made[1] if call.lse else None, None if token is None else made[-1]
+
+
+def _owned(plan: Plan) -> jax.Array:
+    """The metadata in memory of the program's own.
+
+    XLA replays recorded launches only while their addresses stay the same. A jit argument moves
+    from step to step; the result of an operation does not. Adding word 0, which is always 0
+    (`MetadataLayout`), is an operation that XLA cannot fold away.
+    """
+    return plan.metadata + plan.metadata[0]
+
+
+def _place(
+    layer: Layer, shape: CacheSpec, numbers: jax.Array, stride: int
+) -> tuple[int, jax.Array]:
+    """Layer for the call's attribute, and page or slot numbers that fit it.
+
+    A layer that is known at trace time becomes a view of the pool when the call runs; a traced one
+    is added to the numbers (-1, which is no slot, stays).
+    """
+    if isinstance(layer, (int, np.integer)):
+        if not 0 <= layer < shape.num_layers:
+            raise ArgumentError(
+                "layer", given=int(layer), wanted=f"a layer from 0 to {shape.num_layers - 1}"
+            )
+        return int(layer), numbers
+    if not isinstance(layer, jax.Array) or layer.shape or layer.dtype.kind not in "iu":
+        raise ArgumentError(
+            "layer",
+            given=f"{type(layer).__name__} {getattr(layer, 'dtype', '')}"
+            f"{list(getattr(layer, 'shape', ()))}",
+            wanted="an integer or a scalar integer array",
+        )
+    first = layer.astype(jnp.int32) * stride
+    return WHOLE_POOL, jnp.where(numbers < 0, numbers, numbers + first)
+
+
+def _check_cache(cache: object, plan: Plan) -> None:
+    if not isinstance(plan, AttentionPlan) or not isinstance(plan.metadata, jax.Array):
+        raise FrameworkError(
+            "plan",
+            given=f"{type(plan).__name__} of {type(getattr(plan, 'metadata', None)).__name__}",
+            wanted="a plan from jax_frontend.plan",
+        )
+    if not isinstance(cache, (CacheHandle, CacheArrays)):
+        raise FrameworkError(
+            "cache",
+            given=f"{type(cache).__module__}.{type(cache).__name__}",
+            wanted="a CacheHandle or CacheArrays",
+            remedy="Make one with jax_frontend.cache_handle(cache) or jax_frontend.init_cache.",
+        )
+    if cache.spec != plan.static.cache:
+        raise PlanError(
+            "cache",
+            given=f"one of {cache.spec}",
+            wanted=f"the cache that the plan was made for, {plan.static.cache}",
+            remedy="Plan with the spec of the cache that is passed here.",
+        )
+    if isinstance(cache, CacheArrays):
+        for name, pool, shape in (
+            ("cache.k", cache.k, cache.spec.key_shape),
+            ("cache.v", cache.v, cache.spec.value_shape),
+        ):
+            if pool.shape != shape:
+                raise ShapeError(
+                    name,
+                    given=list(pool.shape),
+                    wanted=f"{list(shape)}, the whole flat pool of its spec",
+                    remedy="Under shard_map plan with, and describe the cache by, one shard's spec.",
+                )
+
+
+def _check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
+    static = plan.static
+    heads = static.spec.num_kv_heads
+    rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
+    _check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
+    _check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+
+
+def _check_rows(name: str, rows: Any, shape: tuple[int, int, int], plan: Plan) -> None:
+    if not isinstance(rows, jax.Array):
+        raise FrameworkError(
+            name,
+            given=f"{type(rows).__module__}.{type(rows).__name__}",
+            wanted="a jax.Array",
+            remedy="Use interop.dlpack.to_jax, or call torch_backend with torch tensors.",
+        )
+    if rows.shape != shape:
+        raise ShapeError(
+            name,
+            given=list(rows.shape),
+            wanted=f"{list(shape)} ([tokens, heads, width] of the plan)",
+            remedy="Plan with the batch and bucket of this step.",
+        )
+    if rows.dtype.name != plan.static.query_dtype:
+        raise DTypeError(name, given=rows.dtype.name, wanted=plan.static.query_dtype)

@@ -1,0 +1,189 @@
+"""The two ways in which JAX holds a paged cache.
+
+`CacheHandle`: torch owns the memory. JAX carries a name, which is static, and a token of 4 bytes.
+`append` returns a new token and `attend` consumes it, so XLA orders a read after the writes before
+it; XLA never sees the pool and cannot copy it.
+
+A write must also come after the reads before it. From step to step that holds because a program
+starts only when the program that made its token has ended. Inside one program, the slots that a
+plan writes are no slots that an earlier plan of it reads, unless pages change hands in between; who
+does that asks `attend` for the token it hands on (``return_cache=True``), as `paged_attention`
+does always.
+
+`CacheArrays`: JAX owns the pools. A step donates them and gets them back, updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
+from interop.spec import AttentionSpec, CacheSpec, dtype_name
+from torch_backend import PagedKVCache
+
+__all__ = ["CacheArrays", "CacheHandle", "cache_handle", "find_cache", "init_cache", "release_cache"]
+
+
+@dataclass(frozen=True)
+class CacheHandle:
+    """A torch-owned cache as JAX sees it; make one with `cache_handle`.
+
+    Parameters
+    ----------
+    token
+        ``[shards]`` int32, the order token. Its value is the number of the shard, by which a CPU
+        device that holds one of several shards finds its own.
+    name, spec
+        Name in this process's list of caches, and shape of one shard.
+    """
+
+    token: jax.Array
+    name: str
+    spec: CacheSpec
+
+
+@dataclass(frozen=True)
+class CacheArrays:
+    """A JAX-owned cache; make one with `init_cache`.
+
+    Parameters
+    ----------
+    k, v
+        The flat pools; shapes in `interop.CacheSpec`. Donate them to every step that appends.
+    spec
+        Shape of the cache (of one shard, under ``shard_map``).
+    """
+
+    k: jax.Array
+    v: jax.Array
+    spec: CacheSpec
+
+
+_caches: dict[str, tuple[PagedKVCache, ...]] = {}
+
+
+def cache_handle(
+    cache: PagedKVCache | Sequence[PagedKVCache],
+    *,
+    name: str | None = None,
+    sharding: jax.sharding.Sharding | None = None,
+) -> CacheHandle:
+    """Let compiled programs use a torch-owned cache.
+
+    The process keeps the cache alive until `release_cache`. Calling this again for a cache returns
+    a handle of the same name with a fresh token.
+
+    Parameters
+    ----------
+    cache
+        The cache, or one shard of it per device, all of one shape, in the order of the mesh axis.
+    name
+        Name by which compiled programs find the cache; programs that are exported, or cached on
+        disk, need the same name where they run. ``"cache0"``, ``"cache1"``, ... when left out.
+    sharding
+        For several shards: how the token lies over the devices, one element each.
+
+    Raises
+    ------
+    FrameworkError, PlanError
+        If these are no torch-owned caches, or not of one shape.
+    ArgumentError
+        If another cache has the name.
+    """
+    shards = (cache,) if isinstance(cache, PagedKVCache) else tuple(cache)
+    for shard in shards:
+        if not isinstance(shard, PagedKVCache):
+            raise FrameworkError(
+                "cache",
+                given=type(shard).__name__,
+                wanted="a torch_backend.PagedKVCache",
+                remedy="For pools that JAX owns use init_cache.",
+            )
+        if shard.spec != shards[0].spec:
+            raise PlanError("cache", given=str(shard.spec), wanted=f"shards of {shards[0].spec}")
+    known = next((key for key, value in _caches.items() if value == shards), None)
+    if name is None:
+        name = known or next(f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches)
+    if _caches.setdefault(name, shards) != shards:
+        raise ArgumentError(
+            "name",
+            given=f"{name!r}, which another cache has",
+            wanted="a name of its own for each cache",
+            remedy="Call release_cache first if the other is no longer in use.",
+        )
+    token = jnp.arange(len(shards), dtype=jnp.int32)
+    if sharding is None and shards[0].device.type == "cuda":
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices("gpu")[shards[0].device.index])
+    if sharding is not None:
+        token = jax.device_put(token, sharding)
+    return CacheHandle(token, name, shards[0].spec)
+
+
+def release_cache(name: str) -> None:
+    """Forget a cache; programs that name it raise `CacheNotFoundError` from now on.
+
+    Wait for steps in flight first: they would lose the memory that they work on.
+    """
+    if _caches.pop(name, None) is None:
+        raise _unknown(name)
+
+
+def find_cache(name: str) -> tuple[PagedKVCache, ...]:
+    """Return the shards of the cache of that name in this process."""
+    shards = _caches.get(name)
+    if shards is None:
+        raise _unknown(name)
+    return shards
+
+
+def _unknown(name: str) -> CacheNotFoundError:
+    known = ", ".join(map(repr, _caches)) or "none"
+    return CacheNotFoundError(
+        f"this process has no cache named {name!r} (it has: {known}). Call "
+        f"jax_frontend.cache_handle(cache, name={name!r}) before the program runs."
+    )
+
+
+def init_cache(
+    spec: AttentionSpec,
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int = 16,
+    dtype: object = "bfloat16",
+    layout: str = "NHD",
+    sharding: jax.sharding.Sharding | None = None,
+) -> CacheArrays:
+    """Make a cache of zeros that JAX owns.
+
+    Parameters
+    ----------
+    spec, num_layers, num_pages, page_size, dtype, layout
+        As for `torch_backend.PagedKVCache`.
+    sharding
+        Where the pools lie; JAX's default device when left out.
+    """
+    kind = jax.default_backend() if sharding is None else _platform(sharding)
+    shape = CacheSpec(
+        num_layers=num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=dtype_name(dtype),
+        layout=layout,
+        device="cpu" if kind == "cpu" else "cuda",
+    )
+
+    def zeros(size: tuple[int, ...]) -> jax.Array:
+        return jnp.zeros(size, shape.dtype, device=sharding)
+
+    return CacheArrays(zeros(shape.key_shape), zeros(shape.value_shape), shape)
+
+
+def _platform(sharding: jax.sharding.Sharding) -> str:
+    return next(iter(sharding.device_set)).platform

@@ -1,0 +1,78 @@
+"""What runs when XLA reaches one of our custom calls: the buffers go to the core as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from interop.attributes import Call
+from interop.ffi import TARGETS, as_torch, bind, xla_stream
+from torch_backend import PagedKVCache
+from torch_backend.cache import WHOLE_POOL, layer_pools
+from torch_backend.dispatch import run
+from torch_backend.kernels import FAMILIES, Operands
+from torch_backend.writing import write_rows
+
+from .cache import find_cache
+
+__all__: list[str] = []
+
+
+def _own_cache(name: str, token: Any) -> PagedKVCache:
+    """The shard of a torch-owned cache that belongs to the device of this call."""
+    shards = find_cache(name)
+    if len(shards) == 1:
+        return shards[0]
+    if token.device.type == "cpu":
+        # Virtual CPU devices share one memory, so the token says which shard this one has.
+        return shards[int(as_torch(token)[0])]
+    return next(shard for shard in shards if shard.device.index == token.device.index)
+
+
+def _pass_on(token: Any, result: Any) -> None:
+    # A token's value matters on the CPU alone (see `_own_cache`).
+    if token.device.type == "cpu":
+        as_torch(result).copy_(as_torch(token))
+
+
+def _attend(call: Call, buffers: Sequence[Any]) -> None:
+    """Operands: query; token, or keys and values; metadata. Results: out, lse, scratch, token."""
+    launch = call.launch
+    with xla_stream(buffers[0]):
+        rest = iter(buffers)
+        query = next(rest)
+        token = next(rest) if call.cache else None
+        if token is not None:
+            key, value = _own_cache(call.cache, token).pools(call.layer)
+        else:
+            key, value = next(rest), next(rest)
+            if launch.source == "pages" and call.layer != WHOLE_POOL:
+                assert launch.cache is not None
+                key, value = layer_pools(as_torch(key), as_torch(value), launch.cache, call.layer)
+        metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
+        out = next(rest)
+        lse = next(rest) if call.lse else None
+        scratch = next(rest) if launch.scratch_bytes else None
+        run(launch, Operands(query, key, value, metadata, out, lse, scratch))
+        if (result := next(rest, None)) is not None:
+            _pass_on(token, result)
+
+
+def _append(call: Call, buffers: Sequence[Any]) -> None:
+    """Operands: key, value, slots, then pools (aliased to the results) or token (to a token)."""
+    cache = call.launch.cache
+    assert cache is not None
+    with xla_stream(buffers[0]):
+        key, value, slots = (as_torch(buffer) for buffer in buffers[:3])
+        if call.cache:
+            token, result = buffers[3:]
+            pools = _own_cache(call.cache, token).pools(call.layer)
+            _pass_on(token, result)
+        else:
+            key_pool, value_pool = (as_torch(buffer) for buffer in buffers[-2:])
+            pools = layer_pools(key_pool, value_pool, cache, call.layer)
+        write_rows(key, value, *pools, cache.layout, slots)
+
+
+for _target in TARGETS:
+    bind(_target, _append if _target == "isthmus_append" else _attend)

@@ -1,0 +1,56 @@
+"""Plans for JAX: the core's plan, with its metadata as a JAX array."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+from interop.batch import Bucket, RaggedBatch
+from interop.errors import DeviceError
+from interop.plan import AttentionPlan
+from interop.spec import AttentionSpec, CacheSpec
+from torch_backend.dispatch import device_facts
+from torch_backend.planning import host_plan
+
+__all__ = ["plan"]
+
+
+def plan(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    *,
+    bucket: Bucket | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> AttentionPlan[jax.Array]:
+    """Plan one step's attention for JAX, outside of ``jax.jit``.
+
+    The result is a pytree with one leaf: pass it to the jitted step as an argument. Plans of one
+    bucket have equal static parts, so the step is traced once per bucket.
+
+    Parameters
+    ----------
+    spec, cache_spec, batch, bucket
+        As for `torch_backend.plan`; under ``shard_map``, those of one shard.
+    device
+        Where the metadata goes; JAX's default device when left out.
+
+    Raises
+    ------
+    ShapeError, LengthError, PageError, SlotError, PlanError, UnsupportedError
+        As `torch_backend.plan` does.
+    """
+    target = device if device is not None else jax.devices()[0]
+    first = next(iter(target.device_set)) if isinstance(target, jax.sharding.Sharding) else target
+    kind = "cpu" if first.platform == "cpu" else "cuda"
+    if cache_spec is not None and cache_spec.device != kind:
+        raise DeviceError(
+            "device",
+            given=f"{first.platform} (JAX's default device, where none is passed)",
+            wanted=f"a {cache_spec.device} device, where the cache lies",
+        )
+    facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
+    static, buffer = host_plan(
+        spec, cache_spec, batch, bucket, facts, lambda words: np.empty(words, np.int32)
+    )
+    return AttentionPlan(static, jax.device_put(buffer, target))

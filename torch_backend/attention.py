@@ -1,0 +1,232 @@
+"""Attention over pages for PyTorch: the calls that models make."""
+
+from __future__ import annotations
+
+import torch
+from interop.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    FrameworkError,
+    PlanError,
+    ShapeError,
+)
+from interop.plan import AttentionPlan, Launch
+from interop.spec import dtype_name
+from torch import Tensor
+
+from .cache import PagedKVCache, torch_dtype
+from .dispatch import run
+from .kernels import Operands
+from .writing import write_rows
+
+__all__ = ["append", "attend", "paged_attention", "ragged_attention"]
+
+
+def attend(
+    query: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the pages of one layer, which hold this step's tokens already (see `append`).
+
+    Parameters
+    ----------
+    query
+        ``[tokens, num_qo_heads, head_dim]``, contiguous, of the plan's dtype and device, where
+        ``tokens`` is ``plan.bucket.num_tokens``.
+    cache
+        The cache that the plan was made for.
+    plan
+        From `plan`; one plan serves all layers of a step.
+    layer
+        Which layer of the cache to read.
+    return_lse
+        Also return the logarithm of each row's softmax denominator.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        Output ``[tokens, num_qo_heads, head_dim_v]`` in the query's dtype and, when asked for, LSE
+        ``[tokens, num_qo_heads]`` float32, natural logarithm. A row that sees no key, padding rows
+        among them, has output 0 and LSE -inf.
+
+    Raises
+    ------
+    FrameworkError, ShapeError, DTypeError, DeviceError, PlanError
+        For arguments that do not fit the plan; nothing is computed then.
+    """
+    _check_cache(cache, plan)
+    _check_rows("query", query, plan.static.query_shape, plan)
+    key, value = _layer(cache, layer)
+    return _launch(query, key, value, plan, plan.static.main, return_lse)
+
+
+def append(
+    key: Tensor, value: Tensor, cache: PagedKVCache, plan: AttentionPlan[Tensor], layer: int
+) -> None:
+    """Write this step's keys and values into the pages of one layer, in place.
+
+    Parameters
+    ----------
+    key, value
+        ``[tokens, num_kv_heads, head_dim]`` and ``[tokens, num_kv_heads, head_dim_v]``; rows past
+        the batch's own tokens are ignored.
+    cache, plan, layer
+        As for `attend`.
+
+    Raises
+    ------
+    FrameworkError, ShapeError, DTypeError, DeviceError, PlanError
+        For arguments that do not fit the plan; nothing is written then.
+    """
+    _check_cache(cache, plan)
+    _check_key_value(key, value, plan)
+    key_pool, value_pool = _layer(cache, layer)
+    write_rows(key, value, key_pool, value_pool, cache.spec.layout, plan.views["slot_mapping"])
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`append` and `attend` in one call.
+
+    Where the plan's bucket promises requests without context, attention reads `key` and `value`
+    themselves and the pages are only written.
+    """
+    _check_rows("query", query, plan.static.query_shape, plan)
+    append(key, value, cache, plan, layer)
+    if plan.static.own is not None:
+        return _launch(query, key, value, plan, plan.static.own, return_lse)
+    return attend(query, cache, plan, layer, return_lse=return_lse)
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan[Tensor],
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention without a cache: every request's keys and values are rows of the call.
+
+    Parameters
+    ----------
+    query
+        ``[tokens, num_qo_heads, head_dim]``.
+    key, value
+        ``[kv_tokens, num_kv_heads, head_dim]`` and ``[kv_tokens, num_kv_heads, head_dim_v]``,
+        request after request, ``kv_lens[i]`` rows each; ``kv_tokens`` is
+        ``plan.bucket.num_pages``.
+    plan
+        From ``plan(spec, None, batch)``.
+    """
+    if plan.static.cache is not None:
+        raise PlanError(
+            "plan",
+            given="a plan for a cache",
+            wanted="a plan made with cache_spec=None",
+            remedy="Use attend or paged_attention with this plan.",
+        )
+    _check_rows("query", query, plan.static.query_shape, plan)
+    _check_key_value(key, value, plan)
+    return _launch(query, key, value, plan, plan.static.main, return_lse)
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan[Tensor],
+    launch: Launch,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    static = plan.static
+    out = torch.empty(static.out_shape, dtype=query.dtype, device=query.device)
+    lse = None
+    if return_lse:
+        lse = torch.empty(static.out_shape[:2], dtype=torch.float32, device=query.device)
+    scratch = None
+    if launch.scratch_bytes:
+        scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device=query.device)
+    if static.bucket.num_tokens:
+        run(launch, Operands(query, key, value, plan.views, out, lse, scratch))
+    return out if lse is None else (out, lse)
+
+
+def _layer(cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
+    if not 0 <= layer < cache.spec.num_layers:
+        raise ArgumentError(
+            "layer", given=layer, wanted=f"a layer from 0 to {cache.spec.num_layers - 1}"
+        )
+    return cache.pools(layer)
+
+
+def _check_cache(cache: PagedKVCache, plan: AttentionPlan[Tensor]) -> None:
+    if not isinstance(cache, PagedKVCache):
+        raise FrameworkError("cache", given=type(cache).__name__, wanted="a PagedKVCache")
+    if cache.spec != plan.static.cache:
+        raise PlanError(
+            "cache",
+            given=f"one of {cache.spec}",
+            wanted=f"the cache that the plan was made for, {plan.static.cache}",
+            remedy="Plan with cache.spec of the cache that is passed here.",
+        )
+    if plan.metadata.device != cache.device:
+        raise DeviceError(
+            "plan",
+            given=f"metadata on {plan.metadata.device}",
+            wanted=f"{cache.device}, where the cache lies",
+            remedy="Pass device=cache.device to plan.",
+        )
+
+
+def _check_key_value(key: Tensor, value: Tensor, plan: AttentionPlan[Tensor]) -> None:
+    static = plan.static
+    heads = static.spec.num_kv_heads
+    rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
+    _check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
+    _check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+
+
+def _check_rows(
+    name: str, rows: Tensor, shape: tuple[int, int, int], plan: AttentionPlan[Tensor]
+) -> None:
+    if not isinstance(rows, Tensor):
+        raise FrameworkError(
+            name,
+            given=f"{type(rows).__module__}.{type(rows).__name__}",
+            wanted="a torch.Tensor",
+            remedy="Use interop.dlpack.to_torch, or call jax_frontend with JAX arrays.",
+        )
+    if tuple(rows.shape) != shape:
+        raise ShapeError(
+            name,
+            given=list(rows.shape),
+            wanted=f"{list(shape)} ([tokens, heads, width] of the plan)",
+            remedy="Plan with the batch and bucket of this step.",
+        )
+    if rows.dtype != torch_dtype(plan.static.query_dtype):
+        raise DTypeError(name, given=dtype_name(rows.dtype), wanted=plan.static.query_dtype)
+    if rows.device != plan.metadata.device:
+        raise DeviceError(
+            name, given=str(rows.device), wanted=f"{plan.metadata.device}, where the plan lies"
+        )
+    if not rows.is_contiguous():
+        raise ShapeError(
+            name,
+            given=f"strides {rows.stride()}",
+            wanted="a contiguous tensor",
+            remedy=f"Call {name}.contiguous(); nothing is copied silently.",
+        )

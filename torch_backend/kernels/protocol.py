@@ -1,0 +1,164 @@
+"""What a kernel family is: it says what it refuses, prepares, and runs.
+
+A family never keeps state between calls. `shape` and `write` run on the host when a plan is made;
+`run` works on the tensors it is handed, on the stream that is current, and neither allocates device
+memory nor waits (the reference family on a GPU is the one exception, and says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from interop.batch import Bucket
+from interop.plan import Launch
+from interop.spec import AttentionSpec, CacheSpec
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+__all__ = ["Device", "KernelFamily", "Lengths", "Operands", "Work"]
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a choice of kernel needs to know about a device.
+
+    Parameters
+    ----------
+    kind
+        ``"cpu"`` or ``"cuda"``.
+    capability
+        Compute capability, e.g. ``(9, 0)``; ``(0, 0)`` on the CPU.
+    num_sms
+        Streaming multiprocessors; 0 on the CPU.
+    """
+
+    kind: str
+    capability: tuple[int, int] = (0, 0)
+    num_sms: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch is asked to do, as far as it is static.
+
+    Parameters
+    ----------
+    spec, cache, device
+        Arithmetic, cache (`None` without one) and device.
+    query_dtype
+        Element type of query and output.
+    num_requests
+        Rows of the request arrays, padding requests included.
+    bucket
+        Sizes of the step.
+    source
+        ``"pages"`` or ``"tokens"``; see `interop.plan.Launch`.
+    """
+
+    spec: AttentionSpec
+    cache: CacheSpec | None
+    device: Device
+    query_dtype: str
+    num_requests: int
+    bucket: Bucket
+    source: str
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A step's lengths on the host, padded to the bucket.
+
+    Parameters
+    ----------
+    qo_indptr
+        ``[num_requests + 1]`` int32 offsets of the requests' query rows.
+    kv_indptr
+        ``[num_requests + 1]`` int32 offsets of their pages (of their tokens, for source
+        ``"tokens"``).
+    kv_lens
+        ``[num_requests]`` int32 tokens.
+    """
+
+    qo_indptr: IntArray
+    kv_indptr: IntArray
+    kv_lens: IntArray
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The buffers of one call, in torch or as bridge tensors of a custom call.
+
+    Parameters
+    ----------
+    query
+        ``[tokens, num_qo_heads, head_dim]``.
+    key, value
+        Source ``"pages"``: one layer's part of the flat pools. Source ``"tokens"``: the rows
+        ``[kv_tokens, num_kv_heads, head_dim]`` and ``[kv_tokens, num_kv_heads, head_dim_v]``.
+    metadata
+        The plan's fields by name, int32.
+    out
+        ``[tokens, num_qo_heads, head_dim_v]``, written whole.
+    lse
+        ``[tokens, num_qo_heads]`` float32 or `None`, written whole, natural logarithm.
+    scratch
+        ``[scratch_bytes]`` uint8, or `None` where the launch needs none.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    metadata: Mapping[str, Any]
+    out: Any
+    lse: Any
+    scratch: Any
+
+    def as_torch(self) -> Operands:
+        """Return these operands with every buffer as a torch tensor of the same memory."""
+        return Operands(
+            _torch(self.query),
+            _torch(self.key),
+            _torch(self.value),
+            {name: _torch(field) for name, field in self.metadata.items()},
+            _torch(self.out),
+            _torch(self.lse),
+            _torch(self.scratch),
+        )
+
+
+def _torch(buffer: Any) -> Any:
+    if buffer is None or isinstance(buffer, Tensor):
+        return buffer
+    # Straight from the capsule: torch.from_dlpack would ask for the other side's stream.
+    return from_dlpack(buffer.__dlpack__())
+
+
+class KernelFamily(Protocol):
+    """One way to compute attention."""
+
+    name: str
+    """Name in plans and messages."""
+
+    recordable: bool
+    """Whether `run` may be recorded in a CUDA graph: it neither waits nor allocates."""
+
+    def fields(self, source: str) -> tuple[str, ...]:
+        """Names of the metadata fields that `run` reads for this source, in order."""
+
+    def refuse(self, work: Work) -> str | None:
+        """Why this family cannot do `work`; `None` if it can."""
+
+    def shape(self, work: Work) -> tuple[Launch, dict[str, int]]:
+        """Return the launch for `work` and the lengths (words) of its own metadata fields."""
+
+    def write(self, work: Work, launch: Launch, lengths: Lengths, fields: Mapping[str, Any]) -> None:
+        """Fill the launch's own metadata fields, given as NumPy int32 views of the host buffer."""
+
+    def run(self, launch: Launch, operands: Operands) -> None:
+        """Compute `operands.out` (and `lse`)."""

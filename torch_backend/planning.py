@@ -1,0 +1,176 @@
+"""From a batch to a plan: the metadata is written on the host and travels in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from interop.batch import Bucket, RaggedBatch, indptr
+from interop.errors import ArgumentError, DeviceError, PlanError
+from interop.plan import AttentionPlan, PlanStatic
+from interop.spec import AttentionSpec, CacheSpec
+from torch import Tensor
+
+from .dispatch import device_facts, static_plan
+from .kernels import FAMILIES, Device, Lengths
+
+__all__ = ["host_plan", "plan"]
+
+IntArray = npt.NDArray[np.int32]
+
+
+def check_specs(spec: AttentionSpec, cache: CacheSpec) -> None:
+    """Raise `PlanError` where a cache does not have the heads and widths that `spec` reads."""
+    for name in ("num_kv_heads", "head_dim", "head_dim_v"):
+        if getattr(spec, name) != getattr(cache, name):
+            raise PlanError(
+                f"cache_spec.{name}",
+                given=getattr(cache, name),
+                wanted=f"{getattr(spec, name)}, as spec has it",
+            )
+    if spec.dtype is not None and spec.dtype != cache.dtype:
+        raise PlanError(
+            "spec.dtype",
+            given=f"{spec.dtype} with a cache of {cache.dtype}",
+            wanted="the element type of the cache",
+            remedy="Leave dtype out, or make the cache with that type.",
+        )
+
+
+def host_plan(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    bucket: Bucket | None,
+    device: Device,
+    new_buffer: Callable[[int], IntArray],
+) -> tuple[PlanStatic, IntArray]:
+    """Make a plan's static part and write its metadata into ``new_buffer(words)``, on the host.
+
+    Both front ends call this; they differ in where the buffer goes afterwards. Arguments and errors
+    are those of `plan`.
+    """
+    if not isinstance(batch, RaggedBatch):
+        raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
+    indices = slots = None
+    if cache_spec is not None:
+        check_specs(spec, cache_spec)
+        indices = batch.page_indices(cache_spec.page_size, cache_spec.num_pages)
+        slots = batch.slot_mapping(cache_spec.page_size, cache_spec.num_pages)
+        kv_units, pages = batch.num_pages(cache_spec.page_size), indices.size
+        query_dtype = spec.dtype or cache_spec.dtype
+    else:
+        kv_units, pages = batch.kv_lens, int(batch.kv_lens.sum())
+        if spec.dtype is None:
+            raise PlanError(
+                "spec.dtype",
+                given="none, and no cache to take it from",
+                wanted="the element type of query, key and value",
+            )
+        query_dtype = spec.dtype
+    requests = batch.num_requests
+    if bucket is None:
+        bucket, rows = Bucket.exactly(batch, pages), requests
+    else:
+        bucket.check(batch, pages)
+        # One request more than the bucket holds: it owns the padding rows and has no keys, so
+        # every kernel leaves 0 and -inf there.
+        rows = bucket.num_requests + 1
+    static, works = static_plan(spec, cache_spec, query_dtype, bucket, rows, device)
+
+    buffer = new_buffer(static.layout.words)
+    fields = static.layout.views(buffer)
+    _fill(fields["qo_indptr"], batch.qo_indptr)
+    fields["qo_indptr"][requests + 1 :] = batch.num_tokens
+    fields["qo_indptr"][-1] = bucket.num_tokens
+    _fill(fields["kv_indptr"], indptr(kv_units))
+    fields["kv_indptr"][requests + 1 :] = pages
+    _fill(fields["kv_lens"], batch.kv_lens)
+    if cache_spec is not None:
+        _fill(fields["kv_last_page_len"], batch.last_page_lens(cache_spec.page_size))
+        _fill(fields["slot_mapping"], slots, pad=-1)
+        _fill(fields["page_indices"], indices)
+    lengths = Lengths(fields["qo_indptr"], fields["kv_indptr"], fields["kv_lens"])
+    FAMILIES[static.main.family].write(works[0], static.main, lengths, fields)
+    if static.own is not None:
+        # A request's own rows are its keys, so they start where its queries start.
+        own = Lengths(lengths.qo_indptr, lengths.qo_indptr, lengths.kv_lens)
+        FAMILIES[static.own.family].write(works[1], static.own, own, fields)
+    return static, buffer
+
+
+def _fill(field: IntArray, values: IntArray | None, pad: int = 0) -> None:
+    assert values is not None
+    field[: values.size] = values
+    field[values.size :] = pad
+
+
+def plan(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    *,
+    bucket: Bucket | None = None,
+    device: torch.device | str | None = None,
+) -> AttentionPlan[Tensor]:
+    """Plan one step's attention for PyTorch.
+
+    Parameters
+    ----------
+    spec
+        The arithmetic.
+    cache_spec
+        ``cache.spec`` of the cache to read; `None` for attention without a cache, whose keys and
+        values are then rows of the call (``spec.dtype`` has to be given).
+    batch
+        This step's requests.
+    bucket
+        Sizes to pad to, so that the static part stays the same from step to step; the batch's own
+        sizes when left out.
+    device
+        Where the step runs; the current device of the cache's kind when left out.
+
+    Returns
+    -------
+    AttentionPlan
+        With its metadata on `device`. The copy there is asynchronous on a GPU.
+
+    Raises
+    ------
+    ShapeError, LengthError, PageError, SlotError
+        For a page table that does not fit the lengths or the pool.
+    PlanError
+        For a batch that does not fit the bucket, or a cache that does not fit the spec.
+    UnsupportedError
+        If no kernel can serve the request; the message has each kernel's reason.
+    """
+    where = _device(device, cache_spec)
+    if where.type == "cuda":
+        # torch's pinned allocator does not hand a block out again before the copies from it are
+        # done, so a later plan can't overwrite a buffer whose copy is still in flight.
+        pinned: list[Tensor] = []
+
+        def new_buffer(words: int) -> IntArray:
+            pinned.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
+            return pinned[0].numpy()
+
+        static, _ = host_plan(spec, cache_spec, batch, bucket, device_facts(where), new_buffer)
+        return AttentionPlan(static, pinned[0].to(where, non_blocking=True))
+    static, buffer = host_plan(
+        spec, cache_spec, batch, bucket, device_facts(where), lambda words: np.empty(words, np.int32)
+    )
+    return AttentionPlan(static, torch.from_numpy(buffer))
+
+
+def _device(device: torch.device | str | None, cache_spec: CacheSpec | None) -> torch.device:
+    kind = cache_spec.device if cache_spec is not None else torch.get_default_device().type
+    where = torch.device(kind if device is None else device)
+    if cache_spec is not None and where.type != cache_spec.device:
+        raise DeviceError(
+            "device", given=str(where), wanted=f"a {cache_spec.device} device, where the cache lies"
+        )
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where

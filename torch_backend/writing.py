@@ -1,0 +1,37 @@
+"""Writing new keys and values into pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["write_rows"]
+
+
+def write_rows(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, layout: str, slots: Tensor
+) -> None:
+    """Write row ``t`` of key and value to slot ``slots[t]``; a slot of -1 writes nothing.
+
+    Parameters
+    ----------
+    key, value
+        ``[rows, heads, width]``, at least as many rows as slots.
+    key_pool, value_pool
+        Pages ``[pages, page_size, heads, width]`` (``"NHD"``) or
+        ``[pages, heads, page_size, width]`` (``"HND"``), any page stride.
+    layout
+        ``"NHD"`` or ``"HND"``.
+    slots
+        ``[slots]`` int32, ``page * page_size + offset``.
+    """
+    pools = [
+        pool if layout == "NHD" else pool.transpose(1, 2) for pool in (key_pool, value_pool)
+    ]
+    # torch reads -1 as the last element, so padding has to be left out by name.
+    rows = torch.nonzero(slots >= 0).flatten()
+    kept = slots[rows].long()
+    page_size = pools[0].shape[1]
+    where = (kept // page_size, kept % page_size)
+    for pool, new in zip(pools, (key, value), strict=True):
+        pool.index_put_(where, new[rows])
