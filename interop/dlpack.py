@@ -64,7 +64,7 @@ def to_jax(tensor: Tensor) -> jax.Array:
             wanted=f"CPU memory aligned to {CPU_ALIGNMENT} bytes",
             remedy="Allocate it whole with torch.empty rather than slicing a larger tensor.",
         )
-    array = jax.dlpack.from_dlpack(tensor.detach())
+    array: jax.Array = jax.dlpack.from_dlpack(tensor.detach())
     if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
         raise ZeroCopyError("tensor", given="a tensor that JAX copied", wanted="shared memory")
     return array
@@ -103,7 +103,7 @@ def to_torch(array: jax.Array) -> Tensor:
             wanted="an array on one device",
             remedy="Pass one of array.addressable_shards, as shard.data.",
         )
-    tensor = torch.from_dlpack(array)
+    tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
     if tensor.numel() and tensor.data_ptr() != array.unsafe_buffer_pointer():
         raise ZeroCopyError("array", given="an array that torch copied", wanted="shared memory")
     return tensor

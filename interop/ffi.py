@@ -1,7 +1,7 @@
 """The XLA custom calls: a handful of targets, registered through jax-tvm-ffi.
 
-This module knows buffers and streams, but no kernels: each target hands its buffers to a runner that
-a front end registers. What a call does stands in its attributes (`interop.attributes`).
+This module knows buffers and streams, but no kernels: each target hands its buffers to a runner
+that a front end registers. What a call does stands in its attributes (`interop.attributes`).
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def foreign_call(
     )
     attributes = encode(call)
 
+    name = target.removeprefix("isthmus_").removesuffix("_waiting")
+
     @jax.custom_batching.custom_vmap
     def plain(*values: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(ffi(*values, **attributes))
@@ -92,7 +94,7 @@ def foreign_call(
     @plain.def_vmap
     def _no_vmap(axis_size: int, batched: Any, *values: jax.Array) -> Any:
         raise TransformError(
-            f"{target} has no vmap over {axis_size} examples: a ragged batch is the batch axis. "
+            f"{name} has no vmap over {axis_size} examples: a ragged batch is the batch axis. "
             "Put the examples into one RaggedBatch and call it once."
         )
 
@@ -103,11 +105,11 @@ def foreign_call(
     @guarded.defjvp
     def _no_gradient(primals: Any, tangents: Any) -> Any:
         raise TransformError(
-            f"{target} has no gradient: attention over a paged cache is for inference. Use "
+            f"{name} has no gradient: attention over a paged cache is for inference. Use "
             "jax.lax.stop_gradient on its arguments, or jax.nn.dot_product_attention to train."
         )
 
-    return guarded(*operands)
+    return tuple(guarded(*operands))
 
 
 def as_torch(buffer: Any) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
+
 from interop.attributes import Call
+from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
 from interop.ffi import foreign_call
 from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
@@ -279,7 +280,7 @@ def _check_cache(cache: object, plan: Plan) -> None:
                     name,
                     given=list(pool.shape),
                     wanted=f"{list(shape)}, the whole flat pool of its spec",
-                    remedy="Under shard_map plan with, and describe the cache by, one shard's spec.",
+                    remedy="Under shard_map give plan and cache the spec of one shard.",
                 )
 
 

@@ -17,16 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 import jax
 import jax.numpy as jnp
+
 from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
 from torch_backend import PagedKVCache
 
-__all__ = ["CacheArrays", "CacheHandle", "cache_handle", "find_cache", "init_cache", "release_cache"]
+__all__ = [
+    "CacheArrays",
+    "CacheHandle",
+    "cache_handle",
+    "find_cache",
+    "init_cache",
+    "release_cache",
+]
 
 
+@final
 @dataclass(frozen=True)
 class CacheHandle:
     """A torch-owned cache as JAX sees it; make one with `cache_handle`.
@@ -45,6 +55,7 @@ class CacheHandle:
     spec: CacheSpec
 
 
+@final
 @dataclass(frozen=True)
 class CacheArrays:
     """A JAX-owned cache; make one with `init_cache`.
@@ -106,7 +117,9 @@ def cache_handle(
             raise PlanError("cache", given=str(shard.spec), wanted=f"shards of {shards[0].spec}")
     known = next((key for key, value in _caches.items() if value == shards), None)
     if name is None:
-        name = known or next(f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches)
+        name = known or next(
+            f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches
+        )
     if _caches.setdefault(name, shards) != shards:
         raise ArgumentError(
             "name",
@@ -166,7 +179,7 @@ def init_cache(
     sharding
         Where the pools lie; JAX's default device when left out.
     """
-    kind = jax.default_backend() if sharding is None else _platform(sharding)
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     shape = CacheSpec(
         num_layers=num_layers,
         num_pages=num_pages,
@@ -176,14 +189,10 @@ def init_cache(
         head_dim_v=spec.head_dim_v,
         dtype=dtype_name(dtype),
         layout=layout,
-        device="cpu" if kind == "cpu" else "cuda",
+        device="cpu" if device.platform == "cpu" else "cuda",
     )
 
     def zeros(size: tuple[int, ...]) -> jax.Array:
         return jnp.zeros(size, shape.dtype, device=sharding)
 
     return CacheArrays(zeros(shape.key_shape), zeros(shape.value_shape), shape)
-
-
-def _platform(sharding: jax.sharding.Sharding) -> str:
-    return next(iter(sharding.device_set)).platform

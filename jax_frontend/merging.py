@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
 from torch_backend.merging import check_merge_shapes
 
 __all__ = ["merge_states"]

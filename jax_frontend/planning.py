@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import torch
+
 from interop.batch import Bucket, RaggedBatch
 from interop.errors import DeviceError
 from interop.plan import AttentionPlan
@@ -22,6 +23,7 @@ def plan(
     *,
     bucket: Bucket | None = None,
     device: jax.Device | jax.sharding.Sharding | None = None,
+    fallback: str = "warn",
 ) -> AttentionPlan[jax.Array]:
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
@@ -30,7 +32,7 @@ def plan(
 
     Parameters
     ----------
-    spec, cache_spec, batch, bucket
+    spec, cache_spec, batch, bucket, fallback
         As for `torch_backend.plan`; under ``shard_map``, those of one shard.
     device
         Where the metadata goes; JAX's default device when left out.
@@ -51,6 +53,6 @@ def plan(
         )
     facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
     static, buffer = host_plan(
-        spec, cache_spec, batch, bucket, facts, lambda words: np.empty(words, np.int32)
+        spec, cache_spec, batch, bucket, facts, fallback, lambda words: np.empty(words, np.int32)
     )
     return AttentionPlan(static, jax.device_put(buffer, target))

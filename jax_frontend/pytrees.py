@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
+
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import CacheSpec
 

@@ -37,11 +37,6 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, so that a misspelt one is an error under --strict-markers."""
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU that PyTorch can use")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with a reason, what this machine cannot run."""
     if HAS_CUDA:

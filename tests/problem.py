@@ -125,13 +125,22 @@ def run_oracle(problem: Problem) -> Answer:
     pages = problem.pages
     if pages is None:
         return Answer(*oracle.ragged_attention(query, *new, *lens, **problem.features))
-    slots = oracle.slot_mapping(*lens, pages.table, pages.page_size)
-    pools = [pages.key_pool.copy(), pages.value_pool.copy()]
-    mine = oracle.append(*new, *(pool[pages.of_layer] for pool in pools), slots)
-    for pool, after in zip(pools, mine, strict=True):
-        pool[pages.of_layer] = after
+    pools = appended_pools(problem)
+    mine = [pool[pages.of_layer] for pool in pools]
     attended = oracle.paged_attention(query, *mine, *lens, pages.table, **problem.features)
     return Answer(*attended, *pools)
+
+
+def appended_pools(problem: Problem) -> tuple[Array, Array]:
+    """Return the oracle's pools after the step's keys and values are appended."""
+    pages = problem.pages
+    assert pages is not None
+    slots = oracle.slot_mapping(problem.query_lens, problem.kv_lens, pages.table, pages.page_size)
+    key_pool, value_pool = pages.key_pool.copy(), pages.value_pool.copy()
+    key_pool[pages.of_layer], value_pool[pages.of_layer] = oracle.append(
+        problem.key, problem.value, key_pool[pages.of_layer], value_pool[pages.of_layer], slots
+    )
+    return key_pool, value_pool
 
 
 def run_torch(problem: Problem, device: str, call: Call = "append_then_attend") -> Answer:
@@ -281,22 +290,23 @@ def assert_close(got: Answer, problem: Problem) -> None:
     want, tolerance = run_oracle(problem), TOLERANCES[problem.dtype]
     assert got.out.dtype == NUMPY_DTYPES[problem.dtype]
     assert got.lse.dtype == np.float32
-    _close("out", got.out, want.out, tolerance.out)
-    _close("lse", got.lse, want.lse, tolerance.lse)
+    assert_within("out", got.out, want.out, tolerance.out)
+    assert_within("lse", got.lse, want.lse, tolerance.lse)
     # A row that sees no key is exactly 0, which the tolerance would not insist on.
     unseeing = np.isneginf(want.lse)
     assert not got.out[unseeing].any(), "rows that see no key are not zero"
-    _same_pools(got, want)
+    assert_same_pools(got, want.key_pool, want.value_pool)
 
 
 def assert_identical(got: Answer, want: Answer) -> None:
     """Compare two answers bit for bit."""
     np.testing.assert_array_equal(bits(got.out), bits(want.out), err_msg="out")
     np.testing.assert_array_equal(bits(got.lse), bits(want.lse), err_msg="lse")
-    _same_pools(got, want)
+    assert_same_pools(got, want.key_pool, want.value_pool)
 
 
-def _close(name: str, got: Array, want: Array, tolerance: float) -> None:
+def assert_within(name: str, got: Array, want: Array, tolerance: float) -> None:
+    """Compare numbers; the error may be `tolerance` times the larger of 1 and the right value."""
     assert got.shape == want.shape, name
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore"):  # -inf less -inf, where both say that no key was seen
@@ -311,10 +321,13 @@ def _close(name: str, got: Array, want: Array, tolerance: float) -> None:
         )
 
 
-def _same_pools(got: Answer, want: Answer) -> None:
-    for name in ("key_pool", "value_pool"):
-        ours, theirs = getattr(got, name), getattr(want, name)
-        if theirs is None:
-            assert ours is None
+def assert_same_pools(got: Answer, key_pool: Array | None, value_pool: Array | None) -> None:
+    """Compare the pools after the step byte for byte, all layers and unused pages included."""
+    for name, ours, theirs in (
+        ("key_pool", got.key_pool, key_pool),
+        ("value_pool", got.value_pool, value_pool),
+    ):
+        if ours is None or theirs is None:
+            assert ours is theirs, f"{name}: one answer has none"
         else:
             np.testing.assert_array_equal(bits(ours), bits(theirs), err_msg=name)

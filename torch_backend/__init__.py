@@ -5,13 +5,14 @@ from __future__ import annotations
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PageAllocator, PagedKVCache
 from .merging import merge_states
-from .planning import plan
+from .planning import explain, plan
 
 __all__ = [
     "PageAllocator",
     "PagedKVCache",
     "append",
     "attend",
+    "explain",
     "merge_states",
     "paged_attention",
     "plan",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from interop.errors import (
     ArgumentError,
     DeviceError,
@@ -13,7 +15,6 @@ from interop.errors import (
 )
 from interop.plan import AttentionPlan, Launch
 from interop.spec import dtype_name
-from torch import Tensor
 
 from .cache import PagedKVCache, torch_dtype
 from .dispatch import run

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from interop.errors import ArgumentError, LengthError, OutOfPagesError
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
-from torch import Tensor
 
 __all__ = ["WHOLE_POOL", "PageAllocator", "PagedKVCache"]
 
@@ -241,7 +242,7 @@ class PageAllocator:
         return self._table[[self._row[request] for request in requests], :widest]
 
 
-@lru_cache(maxsize=None)
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch element type of the given name."""
     dtype = getattr(torch, name)

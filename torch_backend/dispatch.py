@@ -1,74 +1,142 @@
-"""Which kernel serves what: a choice made once per bucket, with a reason for every refusal."""
+"""Which kernel serves what: a choice made once per bucket, with a reason for every refusal.
+
+The table is the order of `kernels.FAMILIES`: the first family that does not refuse serves. What a
+family refuses, and where it gives way to a faster one, stands in its own ``refuse``.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import warnings
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
+
 from interop.batch import Bucket
-from interop.errors import UnsupportedError
+from interop.errors import ArgumentError, UnsupportedError
 from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .kernels import FAMILIES, Device, Operands, Work
+from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
 
-__all__ = ["device_facts", "run", "static_plan"]
+__all__ = ["Choice", "device_facts", "run", "static_plan", "works_of"]
+
+FALLBACKS = ("warn", "raise")
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_facts(device: torch.device) -> Device:
     """What dispatch needs to know of a torch device."""
     if device.type != "cuda":
         return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
-    return Device(
-        "cuda", (properties.major, properties.minor), properties.multi_processor_count
+    capability = (properties.major, properties.minor)
+    return Device("cuda", capability, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel family serves a piece of work, and why the ones before it do not.
+
+    Parameters
+    ----------
+    source
+        ``"pages"``, or ``"tokens"`` for attention over the step's own rows.
+    family
+        Name of the family that serves; `None` if none does.
+    refusals
+        ``(family, reason)`` of each that does not.
+    """
+
+    source: str
+    family: str | None
+    refusals: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        """One line for the kernel that serves, one for each that does not."""
+        lines = [f"{self.source}: {self.family or 'no kernel'}"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refusals])
+
+
+def choose(work: Work) -> Choice:
+    """First family in `FAMILIES` that does not refuse `work`."""
+    family, refusals = None, []
+    for name, candidate in FAMILIES.items():
+        reason = candidate.refuse(work)
+        if reason is not None:
+            refusals.append((name, reason))
+        elif family is None:
+            family = name
+    return Choice(work.source, family, tuple(refusals))
+
+
+def _family_for(work: Work, fallback: str) -> KernelFamily:
+    """Return the family that serves `work`, or say why none does."""
+    choice = choose(work)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
+    falls_back = choice.family == "reference" and work.device.kind != "cpu"
+    if choice.family is None or (falls_back and fallback == "raise"):
+        raise UnsupportedError(f"no kernel can serve attention over {work.source}. {reasons}")
+    if falls_back:
+        warnings.warn(
+            f"attention over {work.source} falls back to the reference family, which is slow and "
+            f"waits for the device on every call. {reasons}. Pass fallback='raise' to refuse.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return FAMILIES[choice.family]
+
+
+def works_of(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    query_dtype: str,
+    bucket: Bucket,
+    num_requests: int,
+    device: Device,
+) -> tuple[Work, ...]:
+    """Pieces of work that a plan has: ``main`` and, if there is one, ``own`` (see `PlanStatic`)."""
+    sources = ["tokens"] if cache_spec is None else ["pages"]
+    if cache_spec is not None and bucket.without_context:
+        sources.append("tokens")
+    return tuple(
+        Work(spec, cache_spec, device, query_dtype, num_requests, bucket, source)
+        for source in sources
     )
-
-
-def choose(work: Work) -> tuple[Launch, dict[str, int]]:
-    """First family in `FAMILIES` that can do `work`, with the sizes of its metadata fields."""
-    refusals = []
-    for family in FAMILIES.values():
-        reason = family.refuse(work)
-        if reason is None:
-            return family.shape(work)
-        refusals.append(f"{family.name}: {reason}")
-    raise UnsupportedError("no kernel can serve this call: " + "; ".join(refusals))
 
 
 @lru_cache(maxsize=4096)
 def static_plan(
     spec: AttentionSpec,
-    cache: CacheSpec | None,
+    cache_spec: CacheSpec | None,
     query_dtype: str,
     bucket: Bucket,
     num_requests: int,
     device: Device,
+    fallback: str,
 ) -> tuple[PlanStatic, tuple[Work, ...]]:
-    """Static part of a plan, and the work of its launches: ``main`` and, where there is one, ``own``."""
+    """Static part of a plan, and its pieces of work."""
+    if fallback not in FALLBACKS:
+        raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
     sizes = {
         "qo_indptr": num_requests + 1,
         "kv_indptr": num_requests + 1,
         "kv_lens": num_requests,
         "kv_last_page_len": num_requests,
     }
-    sources = ["tokens"]
-    if cache is not None:
+    if cache_spec is not None:
+        # No field is empty: XLA may hand on a null pointer for one.
         sizes["slot_mapping"] = max(bucket.num_tokens, 1)
         sizes["page_indices"] = max(bucket.num_pages, 1)
-        sources = ["pages", "tokens"] if bucket.without_context else ["pages"]
-    works = tuple(
-        Work(spec, cache, device, query_dtype, num_requests, bucket, source) for source in sources
-    )
+    works = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device)
     launches = []
     for work in works:
-        launch, own_sizes = choose(work)
+        launch, own_sizes = _family_for(work, fallback).shape(work)
         launches.append(launch)
         sizes |= own_sizes
     static = PlanStatic(
         spec=spec,
-        cache=cache,
+        cache=cache_spec,
         query_dtype=query_dtype,
         bucket=bucket,
         layout=MetadataLayout.of(sizes),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from interop.errors import ShapeError
 from torch import Tensor
+
+from interop.errors import ShapeError
 
 __all__ = ["merge_states"]
 
@@ -15,9 +16,9 @@ def merge_states(
     """Attention over the union of two disjoint sets of keys, from attention over each.
 
     With ``m = max(lse_a, lse_b)``, ``a = exp(lse_a - m)``, ``b = exp(lse_b - m)`` the result is
-    ``out_a * a / (a + b) + out_b * b / (a + b)`` and ``m + ln(a + b)`` (section 4.2 of "FlashInfer",
-    Ye et al., 2025). A side whose LSE is -inf or NaN counts as empty, whatever its output holds;
-    where both are empty, the output is 0 and the LSE -inf.
+    ``out_a * a / (a + b) + out_b * b / (a + b)`` and ``m + ln(a + b)``, as attention states
+    combine in Ye et al., "FlashInfer" (2025). A side whose LSE is infinite or NaN counts as empty,
+    whatever its output holds; where both are empty, the output is 0 and the LSE -inf.
 
     Parameters
     ----------

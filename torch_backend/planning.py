@@ -7,16 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from interop.batch import Bucket, RaggedBatch, indptr
 from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
-from torch import Tensor
 
-from .dispatch import device_facts, static_plan
+from .dispatch import Choice, choose, device_facts, static_plan, works_of
 from .kernels import FAMILIES, Device, Lengths
 
-__all__ = ["host_plan", "plan"]
+__all__ = ["explain", "host_plan", "plan"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -45,6 +46,7 @@ def host_plan(
     batch: RaggedBatch,
     bucket: Bucket | None,
     device: Device,
+    fallback: str,
     new_buffer: Callable[[int], IntArray],
 ) -> tuple[PlanStatic, IntArray]:
     """Make a plan's static part and write its metadata into ``new_buffer(words)``, on the host.
@@ -78,7 +80,7 @@ def host_plan(
         # One request more than the bucket holds: it owns the padding rows and has no keys, so
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
-    static, works = static_plan(spec, cache_spec, query_dtype, bucket, rows, device)
+    static, works = static_plan(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
 
     buffer = new_buffer(static.layout.words)
     fields = static.layout.views(buffer)
@@ -114,6 +116,7 @@ def plan(
     *,
     bucket: Bucket | None = None,
     device: torch.device | str | None = None,
+    fallback: str = "warn",
 ) -> AttentionPlan[Tensor]:
     """Plan one step's attention for PyTorch.
 
@@ -131,6 +134,9 @@ def plan(
         sizes when left out.
     device
         Where the step runs; the current device of the cache's kind when left out.
+    fallback
+        What to do on a GPU where only the slow reference family can serve: ``"warn"`` once for a
+        bucket, or ``"raise"``.
 
     Returns
     -------
@@ -147,21 +153,40 @@ def plan(
         If no kernel can serve the request; the message has each kernel's reason.
     """
     where = _device(device, cache_spec)
-    if where.type == "cuda":
-        # torch's pinned allocator does not hand a block out again before the copies from it are
-        # done, so a later plan can't overwrite a buffer whose copy is still in flight.
-        pinned: list[Tensor] = []
+    # torch's pinned allocator does not hand memory out again before the copies from it are done, so
+    # a later plan can't overwrite a buffer whose copy is still in flight.
+    pinned = where.type == "cuda"
+    buffers: list[Tensor] = []
 
-        def new_buffer(words: int) -> IntArray:
-            pinned.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
-            return pinned[0].numpy()
+    def new_buffer(words: int) -> IntArray:
+        buffers.append(torch.empty(words, dtype=torch.int32, pin_memory=pinned))
+        return buffers[0].numpy()
 
-        static, _ = host_plan(spec, cache_spec, batch, bucket, device_facts(where), new_buffer)
-        return AttentionPlan(static, pinned[0].to(where, non_blocking=True))
-    static, buffer = host_plan(
-        spec, cache_spec, batch, bucket, device_facts(where), lambda words: np.empty(words, np.int32)
+    static, _ = host_plan(
+        spec, cache_spec, batch, bucket, device_facts(where), fallback, new_buffer
     )
-    return AttentionPlan(static, torch.from_numpy(buffer))
+    return AttentionPlan(static, buffers[0].to(where, non_blocking=True))
+
+
+def explain(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    device: torch.device | str | None = None,
+    *,
+    bucket: Bucket | None = None,
+) -> tuple[Choice, ...]:
+    """Say which kernel serves each part of a step, and for every other one why it does not.
+
+    Parameters are those of `plan`. Print the results for people to read.
+    """
+    where = _device(device, cache_spec)
+    if bucket is None:
+        size = cache_spec.page_size if cache_spec is not None else 1
+        bucket = Bucket.exactly(batch, int(batch.num_pages(size).sum()))
+    dtype = spec.dtype or (cache_spec.dtype if cache_spec is not None else "float32")
+    works = works_of(spec, cache_spec, dtype, bucket, batch.num_requests, device_facts(where))
+    return tuple(choose(work) for work in works)
 
 
 def _device(device: torch.device | str | None, cache_spec: CacheSpec | None) -> torch.device:

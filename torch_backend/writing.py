@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["write_rows"]
+__all__ = ["token_major", "write_rows"]
+
+
+def token_major(pool: Tensor, layout: str) -> Tensor:
+    """View a pool of either layout as ``[pages, page_size, heads, width]``."""
+    return pool if layout == "NHD" else pool.transpose(1, 2)
 
 
 def write_rows(
@@ -25,13 +30,17 @@ def write_rows(
     slots
         ``[slots]`` int32, ``page * page_size + offset``.
     """
-    pools = [
-        pool if layout == "NHD" else pool.transpose(1, 2) for pool in (key_pool, value_pool)
-    ]
+    key_pool, value_pool = token_major(key_pool, layout), token_major(value_pool, layout)
+    if key.is_cuda:
+        # Here, because the CPU needs no Triton.
+        from .triton_ops import append
+
+        append(key, value, key_pool, value_pool, slots)
+        return
     # torch reads -1 as the last element, so padding has to be left out by name.
     rows = torch.nonzero(slots >= 0).flatten()
     kept = slots[rows].long()
-    page_size = pools[0].shape[1]
+    page_size = key_pool.shape[1]
     where = (kept // page_size, kept % page_size)
-    for pool, new in zip(pools, (key, value), strict=True):
-        pool.index_put_(where, new[rows])
+    key_pool.index_put_(where, key[rows])
+    value_pool.index_put_(where, value[rows])

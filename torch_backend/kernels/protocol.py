@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
 from interop.batch import Bucket
 from interop.plan import Launch
 from interop.spec import AttentionSpec, CacheSpec
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 __all__ = ["Device", "KernelFamily", "Lengths", "Operands", "Work"]
 
@@ -157,7 +158,9 @@ class KernelFamily(Protocol):
     def shape(self, work: Work) -> tuple[Launch, dict[str, int]]:
         """Return the launch for `work` and the lengths (words) of its own metadata fields."""
 
-    def write(self, work: Work, launch: Launch, lengths: Lengths, fields: Mapping[str, Any]) -> None:
+    def write(
+        self, work: Work, launch: Launch, lengths: Lengths, fields: Mapping[str, Any]
+    ) -> None:
         """Fill the launch's own metadata fields, given as NumPy int32 views of the host buffer."""
 
     def run(self, launch: Launch, operands: Operands) -> None:

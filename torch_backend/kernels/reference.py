@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from interop.plan import Launch
-from interop.spec import AttentionSpec
 from torch import Tensor
 
+from interop.plan import Launch
+from interop.spec import AttentionSpec
+
+from ..writing import token_major
 from .protocol import Lengths, Operands, Work
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
@@ -32,22 +34,24 @@ LOGIT_ELEMENTS = 1 << 22
 EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 4 * LOGIT_ELEMENTS)
 
 
-@dataclass
-class _Keys:
-    """Where one side's (key or value) rows lie: pages of a pool, or rows one after another."""
+@dataclass(frozen=True)
+class _Rows:
+    """Where the keys or the values of a call lie: in pages, or one row after another."""
 
-    pool: Tensor  # [pages, page_size, heads, width], strided as the layout has it
-    page_size: int
+    pool: Tensor  # [pages, page_size, heads, width]; rows count as pages of one token
 
     @classmethod
-    def of(cls, rows: Tensor, layout: str | None) -> _Keys:
+    def of(cls, buffer: Tensor, layout: str | None) -> _Rows:
         if layout is None:
-            return cls(rows.unsqueeze(1), 1)
-        pool = rows if layout == "NHD" else rows.transpose(1, 2)
-        return cls(pool, pool.shape[1])
+            return cls(buffer.unsqueeze(1))
+        return cls(token_major(buffer, layout))
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.shape[1]
 
     def block(self, pages: Tensor) -> Tensor:
-        """Gather ``pages [requests, n]`` into float32 ``[requests, heads, n * page_size, width]``."""
+        """Gather ``pages [requests, n]`` to float32 ``[requests, heads, n * page_size, width]``."""
         requests, count = pages.shape
         _, size, heads, width = self.pool.shape
         flat = pages.reshape(-1)
@@ -57,30 +61,40 @@ class _Keys:
         else:
             found = self.pool.transpose(1, 2).index_select(0, flat).transpose(1, 2)
         found = found.view(requests, count, size, heads, width).permute(0, 3, 1, 2, 4)
-        out = torch.empty(
-            (requests, heads, count, size, width), dtype=torch.float32, device=found.device
-        )
+        out = torch.empty(found.shape, dtype=torch.float32, device=found.device)
         return out.copy_(found).view(requests, heads, count * size, width)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Call:
+    """What all blocks of one call share."""
+
+    spec: AttentionSpec
+    operands: Operands
+    keys: _Rows
+    values: _Rows
+    pages: Tensor | None  # page_indices; `None` where rows follow one another
+    tokens: int  # keys that a gathered block holds, over all its requests
+
+
+@dataclass(frozen=True)
 class _Group:
-    """Requests that are worked on together: rows of query and first pages of each."""
+    """Requests that are worked on together; all fields are ``[requests]`` int64 on the host."""
 
-    first_row: Tensor  # [requests] first query row
-    query_lens: Tensor  # [requests]
-    kv_lens: Tensor  # [requests]
-    first_page: Tensor  # [requests] offset into page_indices
+    first_row: Tensor
+    query_lens: Tensor
+    kv_lens: Tensor
+    first_page: Tensor
 
 
-def _groups(qo: Tensor, kv_lens: Tensor, starts: Tensor, tokens: int) -> Iterator[_Group]:
-    """Split the requests into groups whose padded keys fit `tokens`, alike in query length."""
+def _groups(qo: Tensor, kv_lens: Tensor, first_page: Tensor, tokens: int) -> Iterator[_Group]:
+    """Split the busy requests into groups alike in query length whose padded keys fit `tokens`."""
     query_lens = qo[1:] - qo[:-1]
     busy = torch.nonzero((query_lens > 0) & (kv_lens > 0)).flatten()
     if not busy.numel():
         return
-    classes = torch.ceil(torch.log2(query_lens[busy].double())).long()
-    # One stable sort by length, then one by class: groups are runs of the result.
+    # Query lengths up to the same power of two go together; among them the longest caches first.
+    classes = torch.frexp((query_lens[busy] - 1).double()).exponent
     by_length = torch.argsort(kv_lens[busy], descending=True, stable=True)
     order = by_length[torch.argsort(classes[by_length], stable=True)]
     chosen = busy[order]
@@ -90,10 +104,10 @@ def _groups(qo: Tensor, kv_lens: Tensor, starts: Tensor, tokens: int) -> Iterato
         end = begin + size
         while begin < end:
             longest = int(kv_lens[chosen[begin]])
-            count = max(1, min(tokens // longest, end - begin))
-            pick = chosen[begin : begin + count]
-            yield _Group(qo[pick].long(), query_lens[pick].long(), kv_lens[pick].long(), starts[pick].long())
-            begin += count
+            pick = chosen[begin : min(end, begin + max(1, tokens // longest))]
+            columns = (qo, query_lens, kv_lens, first_page)
+            yield _Group(*(column[pick].long() for column in columns))
+            begin += pick.numel()
 
 
 class ReferenceFamily:
@@ -133,83 +147,64 @@ class ReferenceFamily:
         if launch.source == "pages":
             assert launch.cache is not None
             layout, pages = launch.cache.layout, metadata["page_indices"]
-            starts = metadata["kv_indptr"].cpu()
+            first_page = metadata["kv_indptr"].cpu()
         else:
-            starts = qo if launch.cache is not None else metadata["kv_indptr"].cpu()
-        keys = _Keys.of(operands.key, layout)
-        values = _Keys.of(operands.value, layout)
+            # A step's own keys start where its queries do.
+            first_page = qo if launch.cache is not None else metadata["kv_indptr"].cpu()
+        keys = _Rows.of(operands.key, layout)
+        values = _Rows.of(operands.value, layout)
         width = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v)
         tokens = max(keys.page_size, BLOCK_ELEMENTS // width)
-        for group in _groups(qo, metadata["kv_lens"].cpu(), starts, tokens):
-            _attend_group(spec, operands, group, keys, values, pages, tokens)
+        call = _Call(spec, operands, keys, values, pages, tokens)
+        for group in _groups(qo, metadata["kv_lens"].cpu(), first_page, tokens):
+            _attend_group(call, group)
 
 
-def _attend_group(
-    spec: AttentionSpec,
-    operands: Operands,
-    group: _Group,
-    keys: _Keys,
-    values: _Keys,
-    pages: Tensor | None,
-    tokens: int,
-) -> None:
-    """Attention of one group, in blocks of query rows."""
+def _attend_group(call: _Call, group: _Group) -> None:
+    """Attention of one group, in blocks of query rows that keep the logits small."""
     requests = group.kv_lens.numel()
-    block_tokens = min(int(group.kv_lens.max()), max(1, tokens // requests))
-    logits_a_row = requests * spec.num_qo_heads * block_tokens
-    step = max(1, LOGIT_ELEMENTS // logits_a_row)
-    for begin in range(0, int(group.query_lens.max()), step):
-        stop = min(begin + step, int(group.query_lens.max()))
-        _attend_rows(spec, operands, group, keys, values, pages, tokens, begin, stop)
+    keys = min(int(group.kv_lens.max()), max(1, call.tokens // requests))
+    step = max(1, LOGIT_ELEMENTS // (requests * call.spec.num_qo_heads * keys))
+    longest = int(group.query_lens.max())
+    for begin in range(0, longest, step):
+        _attend_rows(call, group, torch.arange(begin, min(begin + step, longest)))
 
 
-def _attend_rows(
-    spec: AttentionSpec,
-    operands: Operands,
-    group: _Group,
-    keys: _Keys,
-    values: _Keys,
-    pages: Tensor | None,
-    tokens: int,
-    begin: int,
-    stop: int,
-) -> None:
-    """Attention of query rows ``begin .. stop`` of each request of a group."""
+def _attend_rows(call: _Call, group: _Group, offset: Tensor) -> None:
+    """Attention of query rows `offset` ``[rows]`` of each request of a group."""
+    spec, operands = call.spec, call.operands
     device = operands.query.device
-    requests, rows = group.kv_lens.numel(), stop - begin
-    offset = torch.arange(begin, stop)
-    real = offset < group.query_lens[:, None]  # [requests, rows]
-    row = (group.first_row[:, None] + offset).clamp(max=operands.query.shape[0] - 1)
-    position = (group.kv_lens - group.query_lens)[:, None] + offset
-    # Keys that some row of the block sees: first .. last, for each request.
-    last = group.kv_lens
-    first = torch.zeros_like(last)
-    if spec.causal:
-        last = torch.minimum(last, position[:, -1] + 1).clamp(min=1)
-    if spec.window_left >= 0:
-        first = (position[:, 0] - spec.window_left).clamp(min=0)
-        first = torch.minimum(first, last - 1)
+    requests, rows = group.kv_lens.numel(), offset.numel()
+    real = (offset < group.query_lens[:, None]).to(device)
+    row = (group.first_row[:, None] + offset).clamp(max=operands.query.shape[0] - 1).to(device)
+    position = (group.kv_lens - group.query_lens)[:, None] + offset  # [requests, rows]
 
-    query = operands.query[row.to(device)].float() * spec.sm_scale
+    query = operands.query[row].float() * spec.sm_scale
     query = query.view(requests, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
     query = query.permute(0, 2, 3, 1, 4).reshape(requests, spec.num_kv_heads, -1, spec.head_dim)
 
-    size = keys.page_size
-    low = int(first.min()) // size * size
-    high = int(last.max())
-    width = max(size, tokens // requests // size * size)
-    top = query.new_full((requests, spec.num_kv_heads, query.shape[2], 1), -math.inf)
+    # Keys that some row sees: first <= key < last, for each request.
+    last, first = group.kv_lens, torch.zeros_like(group.kv_lens)
+    if spec.causal:
+        last = torch.minimum(last, position[:, -1] + 1)
+    if spec.window_left >= 0:
+        first = torch.minimum((position[:, 0] - spec.window_left).clamp(min=0), last - 1)
+    size = call.keys.page_size
+    step = max(size, call.tokens // requests // size * size)
+    begin, end = int(first.min()) // size * size, int(last.max())
+
+    top = query.new_full((*query.shape[:3], 1), -math.inf)
     total = torch.zeros_like(top)
-    summed = query.new_zeros((*top.shape[:3], spec.head_dim_v))
-    for left in range(low, high, width):
-        right = min(left + width, high)
-        column = torch.arange(left // size, -(-right // size))
+    summed = query.new_zeros((*query.shape[:3], spec.head_dim_v))
+    for left in range(begin, end, step):
+        right = min(left + step, end)
         # Columns past a request's own pages are masked below; any page will do for them.
-        own = torch.minimum(column, ((last - 1) // size)[:, None])
-        index = (group.first_page[:, None] + own).to(device)
-        page = index if pages is None else pages[index]
-        key = keys.block(page)[:, :, : right - left]
-        value = values.block(page)[:, :, : right - left]
+        column = torch.arange(left // size, -(-right // size))
+        column = torch.minimum(column, ((last - 1) // size)[:, None])
+        index = (group.first_page[:, None] + column).to(device)
+        page = index if call.pages is None else call.pages[index]
+        key = call.keys.block(page)[:, :, : right - left]
+        value = call.values.block(page)[:, :, : right - left]
         seen = torch.arange(left, right)
         inside = (seen >= first[:, None]) & (seen < last[:, None])  # [requests, keys]
         if not bool(inside.all()):
@@ -217,7 +212,7 @@ def _attend_rows(
             value = value.masked_fill_(~inside.to(device)[:, None, :, None], 0.0)
         logits = torch.matmul(query, key.transpose(2, 3))
         if spec.logits_soft_cap is not None:
-            logits = torch.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
+            logits = logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
         visible = inside[:, None, :].expand(requests, rows, -1)
         if spec.causal:
             visible = visible & (seen <= position[:, :, None])
@@ -225,23 +220,22 @@ def _attend_rows(
             visible = visible & (seen >= position[:, :, None] - spec.window_left)
         if not bool(visible.all()):
             hidden = ~visible.to(device)[:, None, None]
-            logits = logits.view(requests, spec.num_kv_heads, spec.group_size, rows, -1)
-            logits = logits.masked_fill_(hidden, -math.inf).flatten(2, 3)
+            by_head = logits.view(requests, spec.num_kv_heads, spec.group_size, rows, -1)
+            by_head.masked_fill_(hidden, -math.inf)
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
         floor = peak.masked_fill(peak == -math.inf, 0.0)
         weights = logits.sub_(floor).exp_()
         shrink = torch.exp(top - floor)
         total = total * shrink + weights.sum(-1, keepdim=True)
-        summed = summed * shrink + torch.matmul(weights, value)
+        summed = summed.mul_(shrink).add_(torch.matmul(weights, value))
         top = peak
 
     empty = total == 0.0
-    result = (summed / total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
-    shape = (requests, spec.num_kv_heads, spec.group_size, rows)
-    result = result.view(*shape, spec.head_dim_v).permute(0, 3, 1, 2, 4)
-    kept = real.to(device)
-    target = row.to(device)[kept]
-    operands.out[target] = result.flatten(2, 3)[kept].to(operands.out.dtype)
+    summed = summed.div_(total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
+    heads = (requests, spec.num_kv_heads, spec.group_size, rows)
+    result = summed.view(*heads, spec.head_dim_v).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    target = row[real]
+    operands.out[target] = result[real].to(operands.out.dtype)
     if operands.lse is not None:
         lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill_(empty, -math.inf)
-        operands.lse[target] = lse.view(shape).permute(0, 3, 1, 2).flatten(2, 3)[kept]
+        operands.lse[target] = lse.view(heads).permute(0, 3, 1, 2).flatten(2, 3)[real]
