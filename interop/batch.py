@@ -240,12 +240,13 @@ class RaggedBatch:
 
     def num_pages(self, page_size: int) -> IntArray:
         """Pages that each request's tokens fill, ``ceil(kv_lens / page_size)``, ``[n]`` int32."""
-        return -(-self.kv_lens // page_size)
+        pages: IntArray = -(-self.kv_lens // np.int32(page_size))
+        return pages
 
     def last_page_lens(self, page_size: int) -> IntArray:
         """Tokens in each request's last page: 1 to `page_size`, and 0 where it has no page."""
-        pages = self.num_pages(page_size)
-        return self.kv_lens - np.maximum(pages - 1, 0) * page_size
+        before: IntArray = np.maximum(self.num_pages(page_size) - 1, 0) * np.int32(page_size)
+        return self.kv_lens - before
 
     def _table(self, page_size: int, num_pages: int) -> tuple[IntArray, IntArray]:
         """Page table and pages in use of each request, checked against the pool's size."""
@@ -312,9 +313,9 @@ class RaggedBatch:
             rows = np.repeat(np.arange(self.num_requests), self.query_lens)
             positions = within(first, self.query_lens)
         column = positions // page_size
-        slots = table[rows, column] * page_size + (positions - column * page_size)
+        slots: IntArray = table[rows, column] * page_size + (positions - column * page_size)
         self._check_slots(slots, rows)
-        return slots.astype(np.int32, copy=False)
+        return slots
 
     @staticmethod
     def _check_slots(slots: IntArray, rows: npt.NDArray[np.intp]) -> None:

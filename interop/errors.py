@@ -14,6 +14,7 @@ __all__ = [
     "FrameworkError",
     "IsthmusError",
     "LengthError",
+    "OutOfDeviceMemoryError",
     "OutOfPagesError",
     "PageError",
     "PlanError",
@@ -114,6 +115,20 @@ class OutOfPagesError(IsthmusError, RuntimeError):
     def __init__(self, message: str, *, missing: int) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+class OutOfDeviceMemoryError(IsthmusError, RuntimeError):
+    """A page pool does not fit the memory that is free on its GPU; nothing was allocated.
+
+    Attributes
+    ----------
+    missing_bytes
+        How much more free memory would have been enough.
+    """
+
+    def __init__(self, message: str, *, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class CacheNotFoundError(IsthmusError, LookupError):

@@ -13,7 +13,8 @@ from .errors import ArgumentError, DTypeError
 
 __all__ = ["FLOAT_DTYPES", "AttentionSpec", "CacheSpec", "dtype_name"]
 
-FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FLOAT_DTYPES = tuple(ELEMENT_BYTES)
 LAYOUTS = ("NHD", "HND")
 
 # Page and slot numbers travel as int32, and a traced layer is added to them.
@@ -217,6 +218,11 @@ class CacheSpec:
     def value_shape(self) -> tuple[int, int, int, int]:
         """Shape of the flat value pool."""
         return self._pool_shape(self.head_dim_v)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both pools."""
+        return ELEMENT_BYTES[self.dtype] * (math.prod(self.key_shape) + math.prod(self.value_shape))
 
     def _pool_shape(self, width: int) -> tuple[int, int, int, int]:
         pages = self.num_layers * self.num_pages

@@ -8,6 +8,7 @@ from . import handlers, pytrees
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import CacheArrays, CacheHandle, cache_handle, init_cache, release_cache
 from .merging import merge_states
+from .ordering import jax_after_torch, torch_after_jax
 from .planning import plan
 
 __all__ = [
@@ -18,11 +19,13 @@ __all__ = [
     "attend",
     "cache_handle",
     "init_cache",
+    "jax_after_torch",
     "merge_states",
     "paged_attention",
     "plan",
     "ragged_attention",
     "release_cache",
+    "torch_after_jax",
 ]
 
 # Imported for what they register with XLA and with JAX's trees.

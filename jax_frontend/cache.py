@@ -21,10 +21,12 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
 from torch_backend import PagedKVCache
+from torch_backend.writing import warm
 
 __all__ = [
     "CacheArrays",
@@ -191,6 +193,9 @@ def init_cache(
         layout=layout,
         device="cpu" if device.platform == "cpu" else "cuda",
     )
+
+    if shape.device == "cuda":
+        warm(shape, torch.device("cuda", device.local_hardware_id))
 
     def zeros(size: tuple[int, ...]) -> jax.Array:
         return jnp.zeros(size, shape.dtype, device=sharding)

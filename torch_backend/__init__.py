@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .allocator import PageAllocator
 from .attention import append, attend, paged_attention, ragged_attention
-from .cache import PageAllocator, PagedKVCache
+from .cache import PagedKVCache, largest_num_pages
 from .merging import merge_states
 from .planning import explain, plan
 
@@ -13,6 +14,7 @@ __all__ = [
     "append",
     "attend",
     "explain",
+    "largest_num_pages",
     "merge_states",
     "paged_attention",
     "plan",

@@ -1,19 +1,20 @@
-"""Memory for keys and values: the paged pool, and who owns which page."""
+"""Memory for keys and values: the paged pool that torch owns."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from interop.errors import ArgumentError, LengthError, OutOfPagesError
+from interop.errors import (
+    OutOfDeviceMemoryError,
+)
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
 
-__all__ = ["WHOLE_POOL", "PageAllocator", "PagedKVCache"]
+from .writing import warm
+
+__all__ = ["WHOLE_POOL", "PagedKVCache", "largest_num_pages"]
 
 # Stands for a layer number where page and slot numbers already count from the pool's start.
 WHOLE_POOL = -1
@@ -70,9 +71,8 @@ class PagedKVCache:
             device=where.type,
         )
         self.device = where
-        element = getattr(torch, self.spec.dtype)
-        self.k = torch.zeros(self.spec.key_shape, dtype=element, device=where)
-        self.v = torch.zeros(self.spec.value_shape, dtype=element, device=where)
+        self.k, self.v = _allocate(self.spec, where)
+        warm(self.spec, where)
         self._pools = {
             layer: layer_pools(self.k, self.v, self.spec, layer)
             for layer in (WHOLE_POOL, *range(num_layers))
@@ -85,10 +85,65 @@ class PagedKVCache:
         """One layer's keys and values, views ``[num_pages, ...]`` of the flat pools."""
         return self._pools[layer]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both pools."""
-        return self.k.nbytes + self.v.nbytes
+
+def _allocate(spec: CacheSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Both pools, as zeros; an error that says who has the memory where they do not fit."""
+    dtype = torch_dtype(spec.dtype)
+    try:
+        return (
+            torch.zeros(spec.key_shape, dtype=dtype, device=device),
+            torch.zeros(spec.value_shape, dtype=dtype, device=device),
+        )
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        need = spec.num_bytes
+        raise OutOfDeviceMemoryError(
+            f"the page pool needs {need / 2**30:.2f} GiB on {device}, where {free / 2**30:.2f} of "
+            f"{total / 2**30:.2f} GiB are free: {(need - free) / 2**30:.2f} GiB missing. XLA takes "
+            "three quarters of a card when it starts: set XLA_PYTHON_CLIENT_PREALLOCATE=false, or "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION to a smaller share, before JAX is imported. "
+            "torch_backend.largest_num_pages says how large a pool fits.",
+            missing_bytes=need - free,
+        ) from error
+
+
+def largest_num_pages(
+    spec: AttentionSpec,
+    *,
+    num_layers: int,
+    page_size: int = 16,
+    dtype: object = "bfloat16",
+    device: torch.device | str = "cuda",
+    headroom_bytes: int = 1 << 30,
+) -> int:
+    """Pages per layer of the largest cache that fits a GPU's free memory now.
+
+    Parameters
+    ----------
+    spec, num_layers, page_size, dtype, device
+        As for `PagedKVCache`.
+    headroom_bytes
+        Memory to leave free for activations and scratch.
+
+    Returns
+    -------
+    int
+        0 where not even one page a layer fits.
+    """
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    one = CacheSpec(
+        num_layers=num_layers,
+        num_pages=1,
+        page_size=page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=dtype_name(dtype),
+        device="cuda",
+    )
+    return max(0, free - headroom_bytes) // one.num_bytes
 
 
 def layer_pools(k: Tensor, v: Tensor, spec: CacheSpec, layer: int) -> tuple[Tensor, Tensor]:
@@ -97,149 +152,6 @@ def layer_pools(k: Tensor, v: Tensor, spec: CacheSpec, layer: int) -> tuple[Tens
         return k, v
     first = layer * spec.num_pages
     return k[first : first + spec.num_pages], v[first : first + spec.num_pages]
-
-
-class PageAllocator:
-    """Hands out the pages of one layer's range to requests, each page to one owner at a time.
-
-    The same page ids serve every layer of a cache, so one allocator serves one cache.
-
-    Parameters
-    ----------
-    num_pages, page_size
-        Those of the cache.
-    reserved
-        Page ids below this number are never handed out (engines keep page 0 for padding).
-    """
-
-    def __init__(self, num_pages: int, page_size: int, *, reserved: int = 0) -> None:
-        if not 0 <= reserved < num_pages:
-            raise ArgumentError(
-                "reserved", given=reserved, wanted=f"a number from 0 to {num_pages - 1}"
-            )
-        if page_size < 1:
-            raise ArgumentError("page_size", given=page_size, wanted="a positive integer")
-        self.page_size = page_size
-        # Free pages are a stack whose top is `_free_count`; low ids leave first.
-        self._free = np.arange(num_pages - 1, reserved - 1, -1, dtype=np.int32)
-        self._free_count = self._free.size
-        # One row of page ids a request, so that a page table is a gather of rows.
-        self._table = np.zeros((8, 8), np.int32)
-        self._row: dict[Hashable, int] = {}
-        self._count: dict[Hashable, int] = {}
-        self._spare_rows = list(range(7, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody owns."""
-        return self._free_count
-
-    def _pages_for(self, num_tokens: int) -> int:
-        if num_tokens < 0:
-            raise LengthError("num_tokens", given=num_tokens, wanted="0 or more")
-        return -(-num_tokens // self.page_size)
-
-    def _known(self, request: Hashable) -> None:
-        if request not in self._row:
-            raise ArgumentError(
-                "request",
-                given=f"{request!r}, which owns nothing here",
-                wanted="a request that allocate was called for and free was not",
-            )
-
-    def _take(self, request: Hashable, extra: int) -> None:
-        if extra > self._free_count:
-            missing = extra - self._free_count
-            raise OutOfPagesError(
-                f"request {request!r} needs {extra} more pages of {self.page_size} tokens, "
-                f"{self._free_count} are free: {missing} missing. Free a finished request, wait, "
-                "or make the cache larger.",
-                missing=missing,
-            )
-        have = self._count[request]
-        need = have + extra
-        if need > self._table.shape[1]:
-            wider = np.zeros((self._table.shape[0], max(need, 2 * self._table.shape[1])), np.int32)
-            wider[:, : self._table.shape[1]] = self._table
-            self._table = wider
-        top = self._free_count
-        self._table[self._row[request], have:need] = self._free[top - extra : top][::-1]
-        self._free_count = top - extra
-        self._count[request] = need
-
-    def allocate(self, request: Hashable, num_tokens: int) -> npt.NDArray[np.int32]:
-        """Give a new request the pages for `num_tokens` tokens and return their ids.
-
-        Raises
-        ------
-        OutOfPagesError
-            If too few pages are free; nothing is allocated.
-        ArgumentError
-            If the request owns pages already.
-        """
-        pages = self._pages_for(num_tokens)
-        if request in self._row:
-            raise ArgumentError(
-                "request",
-                given=f"{request!r}, which owns {self._count[request]} pages",
-                wanted="a new request",
-                remedy="Use extend to grow a request.",
-            )
-        if not self._spare_rows:
-            rows = self._table.shape[0]
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-            self._spare_rows = list(range(2 * rows - 1, rows - 1, -1))
-        self._row[request] = self._spare_rows.pop()
-        self._count[request] = 0
-        try:
-            self._take(request, pages)
-        except OutOfPagesError:
-            self._spare_rows.append(self._row.pop(request))
-            del self._count[request]
-            raise
-        return self.pages(request)
-
-    def extend(self, request: Hashable, num_tokens: int) -> npt.NDArray[np.int32]:
-        """Grow a request to hold `num_tokens` tokens in all; returns the ids it was given.
-
-        Raises
-        ------
-        OutOfPagesError
-            If too few pages are free; the request keeps what it has.
-        ArgumentError
-            If the request is unknown.
-        """
-        self._known(request)
-        have = self._count[request]
-        self._take(request, max(0, self._pages_for(num_tokens) - have))
-        return self.pages(request)[have:]
-
-    def free(self, request: Hashable) -> None:
-        """Take back all pages of a request.
-
-        Raises
-        ------
-        ArgumentError
-            If the request is unknown, which a second `free` makes it.
-        """
-        self._known(request)
-        row, count = self._row.pop(request), self._count.pop(request)
-        top = self._free_count
-        self._free[top : top + count] = self._table[row, :count][::-1]
-        self._free_count = top + count
-        self._spare_rows.append(row)
-
-    def pages(self, request: Hashable) -> npt.NDArray[np.int32]:
-        """Page ids of a request in order, ``[pages]`` int32."""
-        self._known(request)
-        return self._table[self._row[request], : self._count[request]].copy()
-
-    def page_table(self, requests: Sequence[Hashable]) -> npt.NDArray[np.int32]:
-        """Page ids of several requests, ``[len(requests), widest]`` int32, padded with anything."""
-        for request in requests:
-            self._known(request)
-        widest = max((self._count[request] for request in requests), default=0)
-        return self._table[[self._row[request] for request in requests], :widest]
 
 
 @cache

@@ -19,7 +19,7 @@ from interop.spec import AttentionSpec, CacheSpec
 
 from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
 
-__all__ = ["Choice", "device_facts", "run", "static_plan", "works_of"]
+__all__ = ["Choice", "device_facts", "run", "serve", "static_plan", "works_of"]
 
 FALLBACKS = ("warn", "raise")
 
@@ -106,7 +106,7 @@ def works_of(
 
 
 @lru_cache(maxsize=4096)
-def static_plan(
+def serve(
     spec: AttentionSpec,
     cache_spec: CacheSpec | None,
     query_dtype: str,
@@ -114,36 +114,44 @@ def static_plan(
     num_requests: int,
     device: Device,
     fallback: str,
-) -> tuple[PlanStatic, tuple[Work, ...]]:
-    """Static part of a plan, and its pieces of work."""
+) -> tuple[tuple[Work, KernelFamily], ...]:
+    """Pieces of work of a plan (`works_of`), each with the family that serves it."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
-    sizes = {
-        "qo_indptr": num_requests + 1,
-        "kv_indptr": num_requests + 1,
-        "kv_lens": num_requests,
-        "kv_last_page_len": num_requests,
-    }
-    if cache_spec is not None:
-        # No field is empty: XLA may hand on a null pointer for one.
-        sizes["slot_mapping"] = max(bucket.num_tokens, 1)
-        sizes["page_indices"] = max(bucket.num_pages, 1)
     works = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device)
+    return tuple((work, _family_for(work, fallback)) for work in works)
+
+
+@lru_cache(maxsize=4096)
+def static_plan(
+    served: tuple[tuple[Work, KernelFamily], ...], variants: tuple[int, ...]
+) -> PlanStatic:
+    """Static part of a plan whose families chose these variants."""
+    work = served[0][0]
+    sizes = {
+        "qo_indptr": work.num_requests + 1,
+        "kv_indptr": work.num_requests + 1,
+        "kv_lens": work.num_requests,
+        "kv_last_page_len": work.num_requests,
+    }
+    if work.cache is not None:
+        # No field is empty: XLA may hand on a null pointer for one.
+        sizes["slot_mapping"] = max(work.bucket.num_tokens, 1)
+        sizes["page_indices"] = max(work.bucket.num_pages, 1)
     launches = []
-    for work in works:
-        launch, own_sizes = _family_for(work, fallback).shape(work)
+    for (part, family), variant in zip(served, variants, strict=True):
+        launch, own_sizes = family.shape(part, variant)
         launches.append(launch)
         sizes |= own_sizes
-    static = PlanStatic(
-        spec=spec,
-        cache=cache_spec,
-        query_dtype=query_dtype,
-        bucket=bucket,
+    return PlanStatic(
+        spec=work.spec,
+        cache=work.cache,
+        query_dtype=work.query_dtype,
+        bucket=work.bucket,
         layout=MetadataLayout.of(sizes),
         main=launches[0],
         own=launches[1] if len(launches) > 1 else None,
     )
-    return static, works
 
 
 def run(launch: Launch, operands: Operands) -> None:

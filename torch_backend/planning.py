@@ -14,8 +14,8 @@ from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .dispatch import Choice, choose, device_facts, static_plan, works_of
-from .kernels import FAMILIES, Device, Lengths
+from .dispatch import Choice, choose, device_facts, serve, static_plan, works_of
+from .kernels import Device, Lengths
 
 __all__ = ["explain", "host_plan", "plan"]
 
@@ -80,27 +80,44 @@ def host_plan(
         # One request more than the bucket holds: it owns the padding rows and has no keys, so
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
-    static, works = static_plan(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
+    served = serve(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
+    paged = _lengths(batch, kv_units, rows, bucket.num_tokens)
+    # Over its own rows a request has as many keys as queries.
+    per_work = (paged, _lengths(batch, batch.query_lens, rows, bucket.num_tokens))[: len(served)]
+    decisions = [
+        family.decide(work, lengths)
+        for (work, family), lengths in zip(served, per_work, strict=True)
+    ]
+    static = static_plan(served, tuple(decision.variant for decision in decisions))
 
     buffer = new_buffer(static.layout.words)
     fields = static.layout.views(buffer)
-    _fill(fields["qo_indptr"], batch.qo_indptr)
-    fields["qo_indptr"][requests + 1 :] = batch.num_tokens
-    fields["qo_indptr"][-1] = bucket.num_tokens
-    _fill(fields["kv_indptr"], indptr(kv_units))
-    fields["kv_indptr"][requests + 1 :] = pages
-    _fill(fields["kv_lens"], batch.kv_lens)
+    fields["qo_indptr"][:] = paged.qo_indptr
+    fields["kv_indptr"][:] = paged.kv_indptr
+    fields["kv_lens"][:] = paged.kv_lens
     if cache_spec is not None:
         _fill(fields["kv_last_page_len"], batch.last_page_lens(cache_spec.page_size))
         _fill(fields["slot_mapping"], slots, pad=-1)
         _fill(fields["page_indices"], indices)
-    lengths = Lengths(fields["qo_indptr"], fields["kv_indptr"], fields["kv_lens"])
-    FAMILIES[static.main.family].write(works[0], static.main, lengths, fields)
-    if static.own is not None:
-        # A request's own rows are its keys, so they start where its queries start.
-        own = Lengths(lengths.qo_indptr, lengths.qo_indptr, lengths.kv_lens)
-        FAMILIES[static.own.family].write(works[1], static.own, own, fields)
+    launches = (static.main, static.own)
+    for (work, family), launch, lengths, decision in zip(
+        served, launches, per_work, decisions, strict=False
+    ):
+        assert launch is not None
+        family.write(work, launch, lengths, decision, fields)
     return static, buffer
+
+
+def _lengths(batch: RaggedBatch, kv_units: IntArray, rows: int, num_tokens: int) -> Lengths:
+    """Lengths of a batch, padded to `rows` requests and `num_tokens` query rows."""
+    if rows == batch.num_requests:
+        return Lengths(batch.query_lens, batch.kv_lens, kv_units, batch.qo_indptr, indptr(kv_units))
+    query, kv, units = (np.zeros(rows, np.int32) for _ in range(3))
+    query[: batch.num_requests] = batch.query_lens
+    query[-1] = num_tokens - batch.num_tokens
+    kv[: batch.num_requests] = batch.kv_lens
+    units[: batch.num_requests] = kv_units
+    return Lengths(query, kv, units, indptr(query), indptr(units))
 
 
 def _fill(field: IntArray, values: IntArray | None, pad: int = 0) -> None:

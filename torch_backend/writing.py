@@ -5,12 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["token_major", "write_rows"]
+from interop.spec import CacheSpec
+
+__all__ = ["token_major", "warm", "write_rows"]
 
 
 def token_major(pool: Tensor, layout: str) -> Tensor:
     """View a pool of either layout as ``[pages, page_size, heads, width]``."""
     return pool if layout == "NHD" else pool.transpose(1, 2)
+
+
+def warm(spec: CacheSpec, device: torch.device) -> None:
+    """Load what `write_rows` needs for caches of `spec`, so that a CUDA graph may record it."""
+    if device.type != "cuda":
+        return
+    from .triton_ops import warm_append
+
+    shapes = spec.key_shape, spec.value_shape
+    dtype = getattr(torch, spec.dtype)
+    pools = [torch.empty((1, *shape[1:]), dtype=dtype, device=device) for shape in shapes]
+    warm_append(*(token_major(pool, spec.layout) for pool in pools))
 
 
 def write_rows(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .protocol import Device, KernelFamily, Lengths, Operands, Work
+from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work
 from .reference import ReferenceFamily
 
-__all__ = ["FAMILIES", "Device", "KernelFamily", "Lengths", "Operands", "Work"]
+__all__ = ["FAMILIES", "Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work"]
 
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in (ReferenceFamily(),)}

@@ -1,15 +1,15 @@
 """What a kernel family is: it says what it refuses, prepares, and runs.
 
-A family never keeps state between calls. `shape` and `write` run on the host when a plan is made;
-`run` works on the tensors it is handed, on the stream that is current, and neither allocates device
-memory nor waits (the reference family on a GPU is the one exception, and says so).
+A family never keeps state between calls. `decide`, `shape` and `write` run on the host when a plan
+is made; `run` works on the tensors it is handed, on the stream that is current, and neither
+allocates device memory nor waits (the reference family on a GPU does both, and says so).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from interop.batch import Bucket
 from interop.plan import Launch
 from interop.spec import AttentionSpec, CacheSpec
 
-__all__ = ["Device", "KernelFamily", "Lengths", "Operands", "Work"]
+__all__ = ["Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -73,22 +73,40 @@ class Work:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A step's lengths on the host, padded to the bucket.
+    """A step's lengths on the host, padded to the rows of its plan; all int32.
 
     Parameters
     ----------
-    qo_indptr
-        ``[num_requests + 1]`` int32 offsets of the requests' query rows.
-    kv_indptr
-        ``[num_requests + 1]`` int32 offsets of their pages (of their tokens, for source
-        ``"tokens"``).
-    kv_lens
-        ``[num_requests]`` int32 tokens.
+    query_lens, kv_lens
+        ``[num_requests]`` tokens. Of a bucket the last request is the padding: it has all padding
+        rows of the query and no keys.
+    kv_units
+        ``[num_requests]`` pages, or tokens for source ``"tokens"``.
+    qo_indptr, kv_indptr
+        ``[num_requests + 1]`` running sums of `query_lens` and `kv_units`.
     """
 
+    query_lens: IntArray
+    kv_lens: IntArray
+    kv_units: IntArray
     qo_indptr: IntArray
     kv_indptr: IntArray
-    kv_lens: IntArray
+
+
+class Decision(NamedTuple):
+    """What a family decides for one batch.
+
+    Parameters
+    ----------
+    variant
+        Which of the family's static variants for a bucket serves the batch; plans of one variant
+        have equal static parts, so there should be few.
+    detail
+        A number of the family's own that `KernelFamily.write` needs, e.g. a chunk size.
+    """
+
+    variant: int = 0
+    detail: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,13 +173,21 @@ class KernelFamily(Protocol):
     def refuse(self, work: Work) -> str | None:
         """Why this family cannot do `work`; `None` if it can."""
 
-    def shape(self, work: Work) -> tuple[Launch, dict[str, int]]:
-        """Return the launch for `work` and the lengths (words) of its own metadata fields."""
+    def decide(self, work: Work, lengths: Lengths) -> Decision:
+        """Choose what depends on the batch and not only on its bucket."""
+
+    def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
+        """Return a variant's launch for `work` and the lengths (words) of its metadata fields."""
 
     def write(
-        self, work: Work, launch: Launch, lengths: Lengths, fields: Mapping[str, Any]
+        self,
+        work: Work,
+        launch: Launch,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
     ) -> None:
-        """Fill the launch's own metadata fields, given as NumPy int32 views of the host buffer."""
+        """Fill the launch's own metadata fields, given as views of the host buffer."""
 
     def run(self, launch: Launch, operands: Operands) -> None:
         """Compute `operands.out` (and `lse`)."""

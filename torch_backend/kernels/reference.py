@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from interop.plan import Launch
 from interop.spec import AttentionSpec
 
 from ..writing import token_major
-from .protocol import Lengths, Operands, Work
+from .protocol import Decision, IntArray, Lengths, Operands, Work
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
 
@@ -125,12 +124,21 @@ class ReferenceFamily:
         """See `KernelFamily.refuse`: it can do everything."""
         return None
 
-    def shape(self, work: Work) -> tuple[Launch, dict[str, int]]:
+    def decide(self, work: Work, lengths: Lengths) -> Decision:
+        """See `KernelFamily.decide`: there is one way."""
+        return Decision()
+
+    def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
         """See `KernelFamily.shape`."""
         return Launch(self.name, work.source, work.spec, work.cache), {}
 
     def write(
-        self, work: Work, launch: Launch, lengths: Lengths, fields: Mapping[str, Any]
+        self,
+        work: Work,
+        launch: Launch,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
     ) -> None:
         """See `KernelFamily.write`: there is no schedule."""
 
