@@ -6,6 +6,7 @@ NumPy only, no loop over requests or tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,12 @@ def host_ints(argument: str, value: object, rank: int) -> IntArray:
             wanted="host memory, since plans are made on the host",
             remedy=f"Keep {argument} on the host, or call .cpu() where a wait is acceptable.",
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ShapeError(
+            argument, given=f"rows of different lengths ({error})", wanted="a rectangular array"
+        ) from error
     if array.ndim != rank:
         raise ShapeError(
             argument, given=f"shape {array.shape}", wanted=f"an array of {rank} dimension(s)"
@@ -49,8 +55,9 @@ def host_ints(argument: str, value: object, rank: int) -> IntArray:
 
 def indptr(lengths: IntArray) -> IntArray:
     """Offsets ``[n + 1]`` of runs with the given lengths ``[n]``: 0, then the running sum."""
-    out = np.zeros(lengths.shape[0] + 1, np.int32)
-    np.cumsum(lengths, out=out[1:])
+    out = np.empty(lengths.shape[0] + 1, np.int32)
+    out[0] = 0
+    lengths.cumsum(out=out[1:])
     return out
 
 
@@ -116,7 +123,7 @@ class Bucket:
         def up(size: int) -> int:
             return 1 << (max(size, 1) - 1).bit_length()
 
-        pages = int(batch.num_pages(page_size).sum())
+        pages = int(batch.pages(page_size).indptr[-1])
         longest = up(batch.max_query_len)
         requests = up(batch.num_requests)
         tokens = requests if longest == 1 else up(batch.num_tokens)
@@ -149,6 +156,28 @@ class Bucket:
             )
 
 
+class Pages(NamedTuple):
+    """How requests fill pages of one size.
+
+    Parameters
+    ----------
+    counts
+        ``[num_requests]`` int32, ``ceil(kv_lens / page_size)``; 0 for an empty request.
+    indptr
+        ``[num_requests + 1]`` int32, running sum of `counts`.
+    last_lens
+        ``[num_requests]`` int32 tokens in the last page: 1 to ``page_size``, 0 without a page.
+    fewest, most
+        Smallest and largest count.
+    """
+
+    counts: IntArray
+    indptr: IntArray
+    last_lens: IntArray
+    fewest: int
+    most: int
+
+
 class RaggedBatch:
     """Requests of different lengths that are served in one step.
 
@@ -172,7 +201,15 @@ class RaggedBatch:
         For arrays of another rank or type, negative lengths, or a cache shorter than its query.
     """
 
-    __slots__ = ("kv_lens", "max_query_len", "num_tokens", "page_table", "qo_indptr", "query_lens")
+    __slots__ = (
+        "_pages",
+        "kv_lens",
+        "max_query_len",
+        "num_tokens",
+        "page_table",
+        "qo_indptr",
+        "query_lens",
+    )
 
     query_lens: IntArray
     kv_lens: IntArray
@@ -180,6 +217,7 @@ class RaggedBatch:
     qo_indptr: IntArray
     num_tokens: int
     max_query_len: int
+    _pages: dict[int, Pages]
 
     def __init__(
         self, query_lens: object, kv_lens: object, page_table: object | None = None
@@ -206,6 +244,7 @@ class RaggedBatch:
         self.qo_indptr = indptr(query)
         self.num_tokens = int(self.qo_indptr[-1])
         self.max_query_len = int(query.max())
+        self._pages = {}
 
     @staticmethod
     def _check_lengths(query: IntArray, kv: IntArray) -> None:
@@ -238,19 +277,20 @@ class RaggedBatch:
         """Whether every request starts in this step."""
         return bool((self.kv_lens == self.query_lens).all())
 
-    def num_pages(self, page_size: int) -> IntArray:
-        """Pages that each request's tokens fill, ``ceil(kv_lens / page_size)``, ``[n]`` int32."""
-        pages: IntArray = -(-self.kv_lens // np.int32(page_size))
-        return pages
+    def pages(self, page_size: int) -> Pages:
+        """How the requests' tokens fill pages of `page_size` tokens; computed once per size."""
+        found = self._pages.get(page_size)
+        if found is None:
+            size = np.int32(page_size)
+            counts: IntArray = -(-self.kv_lens // size)
+            last_lens: IntArray = self.kv_lens - (counts - (counts > 0)) * size
+            found = Pages(counts, indptr(counts), last_lens, int(counts.min()), int(counts.max()))
+            self._pages[page_size] = found
+        return found
 
-    def last_page_lens(self, page_size: int) -> IntArray:
-        """Tokens in each request's last page: 1 to `page_size`, and 0 where it has no page."""
-        before: IntArray = np.maximum(self.num_pages(page_size) - 1, 0) * np.int32(page_size)
-        return self.kv_lens - before
-
-    def _table(self, page_size: int, num_pages: int) -> tuple[IntArray, IntArray]:
-        """Page table and pages in use of each request, checked against the pool's size."""
-        table = self.page_table
+    def _checked_table(self, page_size: int) -> IntArray:
+        """Page table, if there is one and it is wide enough."""
+        table, pages = self.page_table, self.pages(page_size)
         if table is None:
             raise PageError(
                 "page_table",
@@ -258,16 +298,15 @@ class RaggedBatch:
                 wanted=f"an array [{self.num_requests}, pages]",
                 remedy="Pass page_table to RaggedBatch, or plan without a cache.",
             )
-        pages = self.num_pages(page_size)
-        if int(pages.max()) > table.shape[1]:
-            worst = int(pages.argmax())
+        if pages.most > table.shape[1]:
+            worst = int(pages.counts.argmax())
             raise PageError(
                 f"page_table[{worst}]",
                 given=f"{table.shape[1]} entries",
-                wanted=f"{int(pages[worst])} for kv_lens[{worst}] = {int(self.kv_lens[worst])} "
+                wanted=f"{pages.most} for kv_lens[{worst}] = {int(self.kv_lens[worst])} "
                 f"tokens in pages of {page_size}",
             )
-        return table, pages
+        return table
 
     def page_indices(self, page_size: int, num_pages: int) -> IntArray:
         """Return the page ids in use, request after request, ``[sum(ceil(kv_lens / P))]`` int32.
@@ -277,16 +316,15 @@ class RaggedBatch:
         PageError
             If the table is missing, too narrow, or names a page outside ``[0, num_pages)``.
         """
-        table, pages = self._table(page_size, num_pages)
-        width = int(pages.max())
-        if int(pages.min()) == width:
+        table, pages = self._checked_table(page_size), self.pages(page_size)
+        width = pages.most
+        if pages.fewest == width:
             used = table[:, :width].reshape(-1)
         else:
-            used = table[:, :width][np.arange(width) < pages[:, None]]
-        if used.size and (int(used.min()) < 0 or int(used.max()) >= num_pages):
-            column = np.arange(width)
+            used = table[:, :width][np.arange(width) < pages.counts[:, None]]
+        if used.size and (used.min() < 0 or used.max() >= num_pages):
             bad = (table[:, :width] < 0) | (table[:, :width] >= num_pages)
-            row, col = np.argwhere(bad & (column < pages[:, None]))[0]
+            row, col = np.argwhere(bad & (np.arange(width) < pages.counts[:, None]))[0]
             raise PageError(
                 f"page_table[{row}, {col}]",
                 given=int(table[row, col]),
@@ -294,32 +332,32 @@ class RaggedBatch:
             )
         return used
 
-    def slot_mapping(self, page_size: int, num_pages: int) -> IntArray:
+    def slot_mapping(self, page_size: int) -> IntArray:
         """Where this step's tokens are written: ``page * page_size + offset``, ``[tokens]`` int32.
 
-        Token ``j`` of a request sits at position ``kv_len - query_len + j``.
+        Token ``j`` of a request sits at position ``kv_len - query_len + j``. Page ids are taken as
+        they are: `page_indices` checks them.
 
         Raises
         ------
         SlotError
             If two tokens would share a slot.
         """
-        table, _ = self._table(page_size, num_pages)
+        table = self._checked_table(page_size)
+        rows = np.repeat(np.arange(self.num_requests), self.query_lens)
         first = self.kv_lens - self.query_lens
-        if self.max_query_len <= 1:
-            rows = np.flatnonzero(self.query_lens)
-            positions = first[rows]
-        else:
-            rows = np.repeat(np.arange(self.num_requests), self.query_lens)
-            positions = within(first, self.query_lens)
-        column = positions // page_size
-        slots: IntArray = table[rows, column] * page_size + (positions - column * page_size)
+        positions = first[rows] if self.max_query_len <= 1 else within(first, self.query_lens)
+        column = positions // np.int32(page_size)
+        slots: IntArray = table[rows, column]
+        slots *= np.int32(page_size)
+        slots += positions - column * np.int32(page_size)
         self._check_slots(slots, rows)
         return slots
 
     @staticmethod
     def _check_slots(slots: IntArray, rows: npt.NDArray[np.intp]) -> None:
-        ordered = np.sort(slots)
+        ordered = slots.copy()
+        ordered.sort()
         twice = ordered[1:] == ordered[:-1]
         if twice.any():
             slot = int(ordered[1:][twice][0])

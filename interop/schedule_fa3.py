@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +121,16 @@ class FA3Shape:
         """Offsets in the integer workspace, as FlashInfer's allocator would hand them out."""
         items = _aligned(self.capacity)
         blocks = _aligned(self.num_sms + 1)
-        return _Places(*(i * items for i in range(7)), 6 * items + blocks)
+        return _Places(
+            qo_tile_indices=0,
+            qo_indptr=items,
+            kv_indptr=2 * items,
+            qo_lens=3 * items,
+            kv_lens=4 * items,
+            head_indices=5 * items,
+            work_indptr=6 * items,
+            batch_indices=6 * items + blocks,
+        )
 
     @cached_property
     def plan_info(self) -> tuple[int, ...]:
@@ -207,7 +216,7 @@ def plan_fa3(
     by_block = np.argsort(block, kind="stable")
     head, work = np.divmod(by_block, max(count, 1))
     request = request[work]
-    columns = {
+    columns: dict[str, npt.NDArray[Any]] = {
         "qo_tile_indices": tile[work],
         "qo_indptr": indptr[request],
         "kv_indptr": starts[request],

@@ -88,8 +88,9 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     Returns
     -------
     CacheHandle or CacheArrays
-        The cache after the write; use it from here on. `CacheArrays` are updated in place where the
-        jitted function donates them, and copied by XLA where it does not.
+        The cache after the write; use it from here on, and return it from the jitted function: a
+        write that no later call and no result depends on does not happen. `CacheArrays` are
+        updated in place where the jitted function donates them, and copied where it does not.
 
     Raises
     ------
@@ -107,7 +108,7 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
         call = Call(launch, cache.name, number, False)
         token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
         operands = (key, value, slots, cache.token)
-        (after,) = foreign_call("isthmus_append", call, operands, (token,), writes=True)
+        (after,) = foreign_call("isthmus_append", call, operands, (token,))
         return CacheHandle(after, cache.name, shape)
     call = Call(launch, "", number, False)
     results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]

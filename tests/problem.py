@@ -6,8 +6,8 @@ runners start from the same bytes and answers can be compared bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, cast
 
 import jax
 import ml_dtypes
@@ -48,8 +48,25 @@ TOLERANCES = {
 }
 
 
-@dataclass(frozen=True)
-class Pages:
+class _Readable:
+    """Repr of a dataclass with large arrays as dtype and shape: their numbers come from a seed."""
+
+    def __repr__(self) -> str:
+        parts = []
+        for item in fields(cast(Any, self)):
+            content = getattr(self, item.name)
+            if isinstance(content, np.ndarray) and content.ndim > 2:
+                content = f"{content.dtype}{list(content.shape)}"
+            parts.append(f"{item.name}={content}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # Hypothesis prints every field of a dataclass, and refuses where that gets too long.
+        printer.text(repr(self))
+
+
+@dataclass(frozen=True, repr=False)
+class Pages(_Readable):
     """The paged side of a problem: where the tokens lie, and the pool before the step."""
 
     num_layers: int
@@ -57,8 +74,8 @@ class Pages:
     page_size: int
     layout: Layout
     table: Array  # int32 [requests, columns]; entries past a request's pages are arbitrary
-    key_pool: Array = field(repr=False)  # [num_layers * num_pages, page_size, heads, head_dim]
-    value_pool: Array = field(repr=False)  # the same with head_dim_v; NHD whatever `layout` says
+    key_pool: Array  # [num_layers * num_pages, page_size, heads, head_dim]
+    value_pool: Array  # the same with head_dim_v; NHD whatever `layout` says
 
     @property
     def num_pages(self) -> int:
@@ -71,8 +88,8 @@ class Pages:
         return slice(self.layer * self.num_pages, (self.layer + 1) * self.num_pages)
 
 
-@dataclass(frozen=True)
-class Problem:
+@dataclass(frozen=True, repr=False)
+class Problem(_Readable):
     """What to compute. `key` and `value` are the step's new tokens, or all of them if not paged.
 
     `features` are the keyword arguments of `AttentionSpec` that are no shapes: scale, masks, cap.
@@ -83,9 +100,9 @@ class Problem:
     features: dict[str, Any]
     query_lens: list[int]
     kv_lens: list[int]
-    query: Array = field(repr=False)  # [tokens, num_qo_heads, head_dim]
-    key: Array = field(repr=False)  # [tokens, num_kv_heads, head_dim]
-    value: Array = field(repr=False)  # [tokens, num_kv_heads, head_dim_v]
+    query: Array  # [tokens, num_qo_heads, head_dim]
+    key: Array  # [tokens, num_kv_heads, head_dim]
+    value: Array  # [tokens, num_kv_heads, head_dim_v]
     bucket: Bucket | None = None
     pages: Pages | None = None
 
@@ -125,10 +142,10 @@ def run_oracle(problem: Problem) -> Answer:
     pages = problem.pages
     if pages is None:
         return Answer(*oracle.ragged_attention(query, *new, *lens, **problem.features))
-    pools = appended_pools(problem)
-    mine = [pool[pages.of_layer] for pool in pools]
-    attended = oracle.paged_attention(query, *mine, *lens, pages.table, **problem.features)
-    return Answer(*attended, *pools)
+    key_pool, value_pool = appended_pools(problem)
+    keys, values = key_pool[pages.of_layer], value_pool[pages.of_layer]
+    attended = oracle.paged_attention(query, keys, values, *lens, pages.table, **problem.features)
+    return Answer(*attended, key_pool, value_pool)
 
 
 def appended_pools(problem: Problem) -> tuple[Array, Array]:
@@ -149,7 +166,7 @@ def run_torch(problem: Problem, device: str, call: Call = "append_then_attend") 
     query, key, value = (to_torch(x, device) for x in (problem.query, problem.key, problem.value))
     cache = None if pages is None else torch_cache(problem, device)
     plan = torch_backend.plan(
-        spec, cache and cache.spec, problem.batch, bucket=problem.bucket, device=device
+        spec, cache.spec if cache else None, problem.batch, bucket=problem.bucket, device=device
     )
     if pages is None or cache is None:
         out, lse = torch_backend.ragged_attention(query, key, value, plan, return_lse=True)
@@ -184,6 +201,7 @@ def run_jax(
         return Answer(np.asarray(out), np.asarray(lse))
 
     cache = torch_cache(problem, device)
+    kv: Any
     if kind == "handle":
         # One name for all problems: it is part of the jit cache's key.
         kv = jax_frontend.cache_handle(cache, name="problem", sharding=sharding)

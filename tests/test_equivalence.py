@@ -40,7 +40,7 @@ import torch_backend
 from torch_backend.kernels import reference
 
 # Under jit every new shape is compiled, which takes longer than all the rest.
-jax_examples = settings(max_examples=settings.default.max_examples // 4)
+jax_examples = settings(max_examples=settings().max_examples // 4)
 
 calls = pytest.mark.parametrize("call", get_args(Call))
 cache_kinds = pytest.mark.parametrize("kind", get_args(CacheKind))
@@ -94,7 +94,8 @@ def with_any_bits(problem: Problem, seed: int) -> Problem:
     def scramble(rows: Array) -> Array:
         low, high = np.iinfo(bits(rows).dtype).min, np.iinfo(bits(rows).dtype).max
         random = rng.integers(low, high, rows.shape, dtype=bits(rows).dtype, endpoint=True)
-        return random.view(rows.dtype)
+        scrambled: Array = random.view(rows.dtype)
+        return scrambled
 
     return replace(problem, key=scramble(problem.key), value=scramble(problem.value))
 

@@ -50,9 +50,9 @@ def test_agrees_with_pytorchs_dense_attention(causal: bool) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((7, heads, 16)) for heads in (9, 3, 3))
     out, _ = oracle.attend_request(query, key, value, causal=causal)
-    heads_first = [torch.from_numpy(x).transpose(0, 1)[None] for x in (query, key, value)]
+    q, k, v = (torch.from_numpy(x).transpose(0, 1)[None] for x in (query, key, value))
     want = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, is_causal=causal, enable_gqa=True
+        q, k, v, is_causal=causal, enable_gqa=True
     )
     np.testing.assert_allclose(out, want[0].transpose(0, 1).numpy(), rtol=1e-12, atol=1e-12)
 
@@ -77,8 +77,9 @@ def test_pages_hold_the_same_tokens_as_ragged_rows() -> None:
     query, key, value = (rng.standard_normal((n, 2, 4)) for n in (3, 8, 8))
     table = np.array([[4, 0, 2], [9, 9, 9], [1, 3, 9]])
     slots = oracle.slot_mapping(kv_lens, kv_lens, table, page_size)
-    pages = oracle.append(key, value, *np.full((2, 5, page_size, 2, 4), np.nan), slots)
-    paged = oracle.paged_attention(query, *pages, query_lens, kv_lens, table)
+    blank = np.full((5, page_size, 2, 4), np.nan)
+    keys, values = oracle.append(key, value, blank, blank, slots)
+    paged = oracle.paged_attention(query, keys, values, query_lens, kv_lens, table)
     ragged = oracle.ragged_attention(query, key, value, query_lens, kv_lens)
     for got, want in zip(paged, ragged, strict=True):
         np.testing.assert_array_equal(got, want)

@@ -19,7 +19,7 @@ from interop.spec import AttentionSpec, CacheSpec
 
 from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
 
-__all__ = ["Choice", "device_facts", "run", "serve", "static_plan", "works_of"]
+__all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
 
 FALLBACKS = ("warn", "raise")
 
@@ -105,6 +105,54 @@ def works_of(
     )
 
 
+class Served:
+    """Pieces of work of a plan, each with the family that serves it, and their static parts.
+
+    Parameters
+    ----------
+    parts
+        ``(work, family)`` of `works_of`, in its order.
+    """
+
+    def __init__(self, parts: tuple[tuple[Work, KernelFamily], ...]) -> None:
+        self.parts = parts
+        self._statics: dict[tuple[int, ...], PlanStatic] = {}
+
+    def static(self, variants: tuple[int, ...]) -> PlanStatic:
+        """Static part of plans whose families chose these variants; one object for equal ones."""
+        static = self._statics.get(variants)
+        if static is None:
+            static = self._statics[variants] = self._assemble(variants)
+        return static
+
+    def _assemble(self, variants: tuple[int, ...]) -> PlanStatic:
+        work = self.parts[0][0]
+        sizes = {
+            "qo_indptr": work.num_requests + 1,
+            "kv_indptr": work.num_requests + 1,
+            "kv_lens": work.num_requests,
+            "kv_last_page_len": work.num_requests,
+        }
+        if work.cache is not None:
+            # No field is empty: XLA may hand on a null pointer for one.
+            sizes["slot_mapping"] = max(work.bucket.num_tokens, 1)
+            sizes["page_indices"] = max(work.bucket.num_pages, 1)
+        launches = []
+        for (part, family), variant in zip(self.parts, variants, strict=True):
+            launch, own_sizes = family.shape(part, variant)
+            launches.append(launch)
+            sizes |= own_sizes
+        return PlanStatic(
+            spec=work.spec,
+            cache=work.cache,
+            query_dtype=work.query_dtype,
+            bucket=work.bucket,
+            layout=MetadataLayout.of(sizes),
+            main=launches[0],
+            own=launches[1] if len(launches) > 1 else None,
+        )
+
+
 @lru_cache(maxsize=4096)
 def serve(
     spec: AttentionSpec,
@@ -114,44 +162,12 @@ def serve(
     num_requests: int,
     device: Device,
     fallback: str,
-) -> tuple[tuple[Work, KernelFamily], ...]:
-    """Pieces of work of a plan (`works_of`), each with the family that serves it."""
+) -> Served:
+    """Choose a family for each piece of work of a bucket; raises `UnsupportedError`."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
     works = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device)
-    return tuple((work, _family_for(work, fallback)) for work in works)
-
-
-@lru_cache(maxsize=4096)
-def static_plan(
-    served: tuple[tuple[Work, KernelFamily], ...], variants: tuple[int, ...]
-) -> PlanStatic:
-    """Static part of a plan whose families chose these variants."""
-    work = served[0][0]
-    sizes = {
-        "qo_indptr": work.num_requests + 1,
-        "kv_indptr": work.num_requests + 1,
-        "kv_lens": work.num_requests,
-        "kv_last_page_len": work.num_requests,
-    }
-    if work.cache is not None:
-        # No field is empty: XLA may hand on a null pointer for one.
-        sizes["slot_mapping"] = max(work.bucket.num_tokens, 1)
-        sizes["page_indices"] = max(work.bucket.num_pages, 1)
-    launches = []
-    for (part, family), variant in zip(served, variants, strict=True):
-        launch, own_sizes = family.shape(part, variant)
-        launches.append(launch)
-        sizes |= own_sizes
-    return PlanStatic(
-        spec=work.spec,
-        cache=work.cache,
-        query_dtype=work.query_dtype,
-        bucket=work.bucket,
-        layout=MetadataLayout.of(sizes),
-        main=launches[0],
-        own=launches[1] if len(launches) > 1 else None,
-    )
+    return Served(tuple((work, _family_for(work, fallback)) for work in works))
 
 
 def run(launch: Launch, operands: Operands) -> None:

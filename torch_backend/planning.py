@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from interop.batch import Bucket, RaggedBatch, indptr
+from interop.batch import Bucket, RaggedBatch
 from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .dispatch import Choice, choose, device_facts, serve, static_plan, works_of
+from .dispatch import Choice, choose, device_facts, serve, works_of
 from .kernels import Device, Lengths
 
 __all__ = ["explain", "host_plan", "plan"]
@@ -56,15 +56,16 @@ def host_plan(
     """
     if not isinstance(batch, RaggedBatch):
         raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
-    indices = slots = None
     if cache_spec is not None:
         check_specs(spec, cache_spec)
-        indices = batch.page_indices(cache_spec.page_size, cache_spec.num_pages)
-        slots = batch.slot_mapping(cache_spec.page_size, cache_spec.num_pages)
-        kv_units, pages = batch.num_pages(cache_spec.page_size), indices.size
+        page_size = cache_spec.page_size
+        indices = batch.page_indices(page_size, cache_spec.num_pages)
+        slots = batch.slot_mapping(page_size)
+        pages = batch.pages(page_size)
         query_dtype = spec.dtype or cache_spec.dtype
     else:
-        kv_units, pages = batch.kv_lens, int(batch.kv_lens.sum())
+        # Without a cache a token is a page of its own.
+        pages = batch.pages(1)
         if spec.dtype is None:
             raise PlanError(
                 "spec.dtype",
@@ -72,58 +73,65 @@ def host_plan(
                 wanted="the element type of query, key and value",
             )
         query_dtype = spec.dtype
-    requests = batch.num_requests
+    rows = batch.num_requests
+    num_pages = int(pages.indptr[-1])
     if bucket is None:
-        bucket, rows = Bucket.exactly(batch, pages), requests
+        bucket = Bucket.exactly(batch, num_pages)
     else:
-        bucket.check(batch, pages)
+        bucket.check(batch, num_pages)
         # One request more than the bucket holds: it owns the padding rows and has no keys, so
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
     served = serve(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
-    paged = _lengths(batch, kv_units, rows, bucket.num_tokens)
-    # Over its own rows a request has as many keys as queries.
-    per_work = (paged, _lengths(batch, batch.query_lens, rows, bucket.num_tokens))[: len(served)]
-    decisions = [
-        family.decide(work, lengths)
-        for (work, family), lengths in zip(served, per_work, strict=True)
-    ]
-    static = static_plan(served, tuple(decision.variant for decision in decisions))
+    lengths = [_lengths(batch, pages.counts, pages.indptr, rows, bucket.num_tokens)]
+    if len(served.parts) > 1:
+        # Over its own rows a request has as many keys as queries.
+        own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, bucket.num_tokens)
+        lengths.append(own)
+    decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(served.parts)]
+    static = served.static(tuple(decision.variant for decision in decisions))
 
     buffer = new_buffer(static.layout.words)
     fields = static.layout.views(buffer)
-    fields["qo_indptr"][:] = paged.qo_indptr
-    fields["kv_indptr"][:] = paged.kv_indptr
-    fields["kv_lens"][:] = paged.kv_lens
+    fields["qo_indptr"][:] = lengths[0].qo_indptr
+    fields["kv_indptr"][:] = lengths[0].kv_indptr
+    fields["kv_lens"][:] = lengths[0].kv_lens
     if cache_spec is not None:
-        _fill(fields["kv_last_page_len"], batch.last_page_lens(cache_spec.page_size))
+        _fill(fields["kv_last_page_len"], pages.last_lens)
         _fill(fields["slot_mapping"], slots, pad=-1)
         _fill(fields["page_indices"], indices)
     launches = (static.main, static.own)
-    for (work, family), launch, lengths, decision in zip(
-        served, launches, per_work, decisions, strict=False
-    ):
+    for i, (work, family) in enumerate(served.parts):
+        launch = launches[i]
         assert launch is not None
-        family.write(work, launch, lengths, decision, fields)
+        family.write(work, launch, lengths[i], decisions[i], fields)
     return static, buffer
 
 
-def _lengths(batch: RaggedBatch, kv_units: IntArray, rows: int, num_tokens: int) -> Lengths:
+def _lengths(
+    batch: RaggedBatch, kv_units: IntArray, kv_indptr: IntArray, rows: int, num_tokens: int
+) -> Lengths:
     """Lengths of a batch, padded to `rows` requests and `num_tokens` query rows."""
-    if rows == batch.num_requests:
-        return Lengths(batch.query_lens, batch.kv_lens, kv_units, batch.qo_indptr, indptr(kv_units))
-    query, kv, units = (np.zeros(rows, np.int32) for _ in range(3))
-    query[: batch.num_requests] = batch.query_lens
+    count = batch.num_requests
+    if rows == count:
+        return Lengths(batch.query_lens, batch.kv_lens, kv_units, batch.qo_indptr, kv_indptr)
+    query, kv, units = np.zeros((3, rows), np.int32)
+    query[:count] = batch.query_lens
     query[-1] = num_tokens - batch.num_tokens
-    kv[: batch.num_requests] = batch.kv_lens
-    units[: batch.num_requests] = kv_units
-    return Lengths(query, kv, units, indptr(query), indptr(units))
+    kv[:count] = batch.kv_lens
+    units[:count] = kv_units
+    qo = np.empty(rows + 1, np.int32)
+    _fill(qo, batch.qo_indptr, pad=batch.num_tokens)
+    qo[-1] = num_tokens
+    kv_all = np.empty(rows + 1, np.int32)
+    _fill(kv_all, kv_indptr, pad=int(kv_indptr[-1]))
+    return Lengths(query, kv, units, qo, kv_all)
 
 
-def _fill(field: IntArray, values: IntArray | None, pad: int = 0) -> None:
-    assert values is not None
+def _fill(field: IntArray, values: IntArray, pad: int = 0) -> None:
     field[: values.size] = values
-    field[values.size :] = pad
+    if field.size > values.size:
+        field[values.size :] = pad
 
 
 def plan(
@@ -200,7 +208,7 @@ def explain(
     where = _device(device, cache_spec)
     if bucket is None:
         size = cache_spec.page_size if cache_spec is not None else 1
-        bucket = Bucket.exactly(batch, int(batch.num_pages(size).sum()))
+        bucket = Bucket.exactly(batch, int(batch.pages(size).indptr[-1]))
     dtype = spec.dtype or (cache_spec.dtype if cache_spec is not None else "float32")
     works = works_of(spec, cache_spec, dtype, bucket, batch.num_requests, device_facts(where))
     return tuple(choose(work) for work in works)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from typing import Any
 
 import hypothesis.strategies as st
@@ -31,16 +33,16 @@ Array = np.ndarray[Any, np.dtype[Any]]
 )
 def test_page_counts_and_last_pages_of_16_tokens(kv_len: int, pages: int, last: int) -> None:
     batch = RaggedBatch([0], [kv_len])
-    assert batch.num_pages(16).tolist() == [pages]
-    assert batch.last_page_lens(16).tolist() == [last]
+    assert batch.pages(16).counts.tolist() == [pages]
+    assert batch.pages(16).last_lens.tolist() == [last]
 
 
 def test_slots_cross_a_page_boundary() -> None:
     # Pages 7 and 3 of 4 tokens: positions 0 to 7 lie in slots 28 to 31 and 12 to 15.
     whole = RaggedBatch([8], [8], [[7, 3]])
-    assert whole.slot_mapping(4, 8).tolist() == [28, 29, 30, 31, 12, 13, 14, 15]
-    assert RaggedBatch([3], [6], [[7, 3]]).slot_mapping(4, 8).tolist() == [31, 12, 13]
-    assert RaggedBatch([1], [5], [[7, 3]]).slot_mapping(4, 8).tolist() == [12]
+    assert whole.slot_mapping(4).tolist() == [28, 29, 30, 31, 12, 13, 14, 15]
+    assert RaggedBatch([3], [6], [[7, 3]]).slot_mapping(4).tolist() == [31, 12, 13]
+    assert RaggedBatch([1], [5], [[7, 3]]).slot_mapping(4).tolist() == [12]
 
 
 def test_a_mixed_batch() -> None:
@@ -48,10 +50,10 @@ def test_a_mixed_batch() -> None:
     assert batch.qo_indptr.tolist() == [0, 1, 4, 4, 6]
     assert (batch.num_requests, batch.num_tokens, batch.max_query_len) == (4, 6, 3)
     assert not batch.without_context
-    assert batch.num_pages(4).tolist() == [2, 1, 2, 3]
-    assert batch.last_page_lens(4).tolist() == [2, 3, 1, 1]
+    assert batch.pages(4).counts.tolist() == [2, 1, 2, 3]
+    assert batch.pages(4).last_lens.tolist() == [2, 3, 1, 1]
     assert batch.page_indices(4, 12).tolist() == [7, 2, 10, 4, 11, 5, 1, 8]
-    assert batch.slot_mapping(4, 12).tolist() == [9, 40, 41, 42, 7, 32]
+    assert batch.slot_mapping(4).tolist() == [9, 40, 41, 42, 7, 32]
 
 
 @st.composite
@@ -86,11 +88,11 @@ def test_agrees_with_a_loop_over_tokens(
             tokens_in_page[page] = tokens_in_page.get(page, 0) + 1
         used += tokens_in_page
         last = list(tokens_in_page.values())[-1] if tokens_in_page else 0
-        assert batch.num_pages(page_size)[request] == len(tokens_in_page)
-        assert batch.last_page_lens(page_size)[request] == last
+        assert batch.pages(page_size).counts[request] == len(tokens_in_page)
+        assert batch.pages(page_size).last_lens[request] == last
     assert batch.page_indices(page_size, num_pages).tolist() == used
     slots = oracle.slot_mapping(query_lens, kv_lens, table, page_size)
-    assert batch.slot_mapping(page_size, num_pages).tolist() == slots
+    assert batch.slot_mapping(page_size).tolist() == slots
     assert batch.without_context == (query_lens == kv_lens)
 
 
@@ -104,10 +106,10 @@ def test_everything_is_int32_and_nothing_is_modified(
     batch = RaggedBatch(*arrays)
     results = [
         batch.qo_indptr,
-        batch.num_pages(page_size),
-        batch.last_page_lens(page_size),
+        batch.pages(page_size).counts,
+        batch.pages(page_size).last_lens,
         batch.page_indices(page_size, num_pages),
-        batch.slot_mapping(page_size, num_pages),
+        batch.slot_mapping(page_size),
     ]
     assert {result.dtype for result in results} == {np.dtype(np.int32)}
     for array, was in zip(arrays, before, strict=True):
@@ -130,13 +132,13 @@ def test_everything_is_int32_and_nothing_is_modified(
 def test_any_integers_on_the_host_will_do(convert: Any) -> None:
     batch = RaggedBatch(convert([2, 1]), convert([5, 1]), convert([[3, 1], [2, 0]]))
     assert batch.page_indices(4, 4).tolist() == [3, 1, 2]
-    assert batch.slot_mapping(4, 4).tolist() == [15, 4, 8]
+    assert batch.slot_mapping(4).tolist() == [15, 4, 8]
 
 
 def test_read_pages_may_be_shared() -> None:
     batch = RaggedBatch([1, 1], [5, 6], [[0, 1], [0, 2]])
     assert batch.page_indices(4, 3).tolist() == [0, 1, 0, 2]
-    assert batch.slot_mapping(4, 3).tolist() == [4, 9]
+    assert batch.slot_mapping(4).tolist() == [4, 9]
 
 
 BAD_BATCHES: dict[str, tuple[type[ArgumentError], str, tuple[Any, ...], str]] = {
@@ -173,36 +175,35 @@ def test_batches_that_cannot_be(name: str) -> None:
     assert error.value.argument == argument
 
 
-@pytest.mark.parametrize("method", ["page_indices", "slot_mapping"])
-def test_pages_that_are_missing(method: str) -> None:
+@pytest.mark.parametrize("method", [lambda b: b.page_indices(4, 8), lambda b: b.slot_mapping(4)])
+def test_pages_that_are_missing(method: Callable[[RaggedBatch], object]) -> None:
     with pytest.raises(PageError, match=r"page_table: got none.*plan without a cache") as error:
-        getattr(RaggedBatch([1], [1]), method)(4, 8)
+        method(RaggedBatch([1], [1]))
     assert error.value.argument == "page_table"
     narrow = RaggedBatch([1, 1], [4, 9], [[0, 1], [2, 3]])
     wanted = r"page_table\[1\]: got 2 entries, want 3 for kv_lens\[1\] = 9 tokens in pages of 4"
     with pytest.raises(PageError, match=wanted):
-        getattr(narrow, method)(4, 8)
+        method(narrow)
 
 
-@pytest.mark.parametrize("method", ["page_indices", "slot_mapping"])
 @pytest.mark.parametrize("page", [-1, 8, 2**31 - 1])
-def test_pages_outside_the_pool(method: str, page: int) -> None:
+def test_pages_outside_the_pool(page: int) -> None:
     batch = RaggedBatch([1, 6], [1, 6], [[0, 99], [3, page]])
     wanted = rf"page_table\[1, 1\]: got {page}, want a page id from 0 to 7"
     with pytest.raises(PageError, match=wanted):
-        getattr(batch, method)(4, 8)
+        batch.page_indices(4, 8)
 
 
 def test_slots_that_two_requests_write() -> None:
     batch = RaggedBatch([1, 2, 1], [2, 2, 6], [[3, 0], [5, 0], [1, 3]])
     # Requests 0 and 2 both write offset 1 of page 3.
     with pytest.raises(SlotError, match=r"got slot 13 for tokens of requests 0 and 2.*copy them"):
-        batch.slot_mapping(4, 8)
+        batch.slot_mapping(4)
 
 
 def test_slots_that_one_request_writes_twice() -> None:
     with pytest.raises(SlotError, match="got slot 4 for tokens of requests 0 and 0"):
-        RaggedBatch([8], [8], [[1, 1]]).slot_mapping(4, 8)
+        RaggedBatch([8], [8], [[1, 1]]).slot_mapping(4)
 
 
 @given(batches())
@@ -211,7 +212,7 @@ def test_the_covering_bucket_covers_with_powers_of_two(
 ) -> None:
     query_lens, kv_lens, table, page_size, _ = drawn
     batch = RaggedBatch(query_lens, kv_lens, table)
-    pages = int(batch.num_pages(page_size).sum())
+    pages = int(batch.pages(page_size).counts.sum())
     bucket = Bucket.covering(batch, page_size)
     bucket.check(batch, pages)
     for size, need in (

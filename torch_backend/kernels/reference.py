@@ -14,7 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,6 +28,8 @@ from ..writing import token_major
 from .protocol import Decision, IntArray, Lengths, Operands, Work
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
+
+HostArray = npt.NDArray[np.int32]
 
 # Elements of one gathered block (keys or values of all its requests and heads) and of its logits.
 BLOCK_ELEMENTS = 1 << 21
@@ -76,37 +81,35 @@ class _Call:
     tokens: int  # keys that a gathered block holds, over all its requests
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Requests that are worked on together; all fields are ``[requests]`` int64 on the host."""
+class _Group(NamedTuple):
+    """Requests that are worked on together; all fields are ``[requests]`` on the host."""
 
-    first_row: Tensor
-    query_lens: Tensor
-    kv_lens: Tensor
-    first_page: Tensor
+    first_row: HostArray
+    query_lens: HostArray
+    kv_lens: HostArray
+    first_page: HostArray
 
 
-def _groups(qo: Tensor, kv_lens: Tensor, first_page: Tensor, tokens: int) -> Iterator[_Group]:
+def _groups(
+    qo: HostArray, kv_lens: HostArray, first_page: HostArray, tokens: int
+) -> Iterator[_Group]:
     """Split the busy requests into groups alike in query length whose padded keys fit `tokens`."""
     query_lens = qo[1:] - qo[:-1]
-    busy = torch.nonzero((query_lens > 0) & (kv_lens > 0)).flatten()
-    if not busy.numel():
+    busy = np.flatnonzero((query_lens > 0) & (kv_lens > 0))
+    if not busy.size:
         return
     # Query lengths up to the same power of two go together; among them the longest caches first.
-    classes = torch.frexp((query_lens[busy] - 1).double()).exponent
-    by_length = torch.argsort(kv_lens[busy], descending=True, stable=True)
-    order = by_length[torch.argsort(classes[by_length], stable=True)]
-    chosen = busy[order]
-    sizes = torch.unique_consecutive(classes[order], return_counts=True)[1].tolist()
+    classes = np.frexp(query_lens[busy] - 1)[1]
+    order = np.lexsort((-kv_lens[busy], classes))
+    chosen, classes = busy[order], classes[order]
+    ends = np.append(np.flatnonzero(np.diff(classes)) + 1, chosen.size)
     begin = 0
-    for size in sizes:
-        end = begin + size
+    for end in ends.tolist():
         while begin < end:
             longest = int(kv_lens[chosen[begin]])
             pick = chosen[begin : min(end, begin + max(1, tokens // longest))]
-            columns = (qo, query_lens, kv_lens, first_page)
-            yield _Group(*(column[pick].long() for column in columns))
-            begin += pick.numel()
+            yield _Group(qo[pick], query_lens[pick], kv_lens[pick], first_page[pick])
+            begin += pick.size
 
 
 class ReferenceFamily:
@@ -149,54 +152,65 @@ class ReferenceFamily:
         operands.out.zero_()
         if operands.lse is not None:
             operands.lse.fill_(-math.inf)
-        qo = metadata["qo_indptr"].cpu()
+        qo, kv_lens = _host(metadata["qo_indptr"]), _host(metadata["kv_lens"])
         pages: Tensor | None = None
         layout = None
         if launch.source == "pages":
             assert launch.cache is not None
             layout, pages = launch.cache.layout, metadata["page_indices"]
-            first_page = metadata["kv_indptr"].cpu()
+            first_page = _host(metadata["kv_indptr"])
         else:
             # A step's own keys start where its queries do.
-            first_page = qo if launch.cache is not None else metadata["kv_indptr"].cpu()
+            first_page = qo if launch.cache is not None else _host(metadata["kv_indptr"])
         keys = _Rows.of(operands.key, layout)
         values = _Rows.of(operands.value, layout)
         width = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v)
         tokens = max(keys.page_size, BLOCK_ELEMENTS // width)
         call = _Call(spec, operands, keys, values, pages, tokens)
-        for group in _groups(qo, metadata["kv_lens"].cpu(), first_page, tokens):
+        for group in _groups(qo, kv_lens, first_page, tokens):
             _attend_group(call, group)
+
+
+def _host(field: Tensor) -> HostArray:
+    array: HostArray = field.cpu().numpy()
+    return array
 
 
 def _attend_group(call: _Call, group: _Group) -> None:
     """Attention of one group, in blocks of query rows that keep the logits small."""
-    requests = group.kv_lens.numel()
+    requests = group.kv_lens.size
     keys = min(int(group.kv_lens.max()), max(1, call.tokens // requests))
     step = max(1, LOGIT_ELEMENTS // (requests * call.spec.num_qo_heads * keys))
     longest = int(group.query_lens.max())
     for begin in range(0, longest, step):
-        _attend_rows(call, group, torch.arange(begin, min(begin + step, longest)))
+        _attend_rows(call, group, np.arange(begin, min(begin + step, longest)))
 
 
-def _attend_rows(call: _Call, group: _Group, offset: Tensor) -> None:
+def _attend_rows(call: _Call, group: _Group, offset: npt.NDArray[np.int64]) -> None:
     """Attention of query rows `offset` ``[rows]`` of each request of a group."""
     spec, operands = call.spec, call.operands
-    device = operands.query.device
-    requests, rows = group.kv_lens.numel(), offset.numel()
-    real = (offset < group.query_lens[:, None]).to(device)
-    row = (group.first_row[:, None] + offset).clamp(max=operands.query.shape[0] - 1).to(device)
+
+    def place(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(operands.query.device)
+
+    requests, rows = group.kv_lens.size, offset.size
+    real = offset < group.query_lens[:, None]  # [requests, rows]
+    row = group.first_row[:, None] + offset
+    all_real = bool(real.all())
+    target = place(row if all_real else row[real])
     position = (group.kv_lens - group.query_lens)[:, None] + offset  # [requests, rows]
 
-    query = operands.query[row].float() * spec.sm_scale
+    query = operands.query[place(np.minimum(row, operands.query.shape[0] - 1))].float()
     query = query.view(requests, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
     query = query.permute(0, 2, 3, 1, 4).reshape(requests, spec.num_kv_heads, -1, spec.head_dim)
+    query = query * spec.sm_scale
 
     # Keys that some row sees: first <= key < last, for each request.
-    last, first = group.kv_lens, torch.zeros_like(group.kv_lens)
+    last, first = group.kv_lens, np.zeros_like(group.kv_lens)
     if spec.causal:
-        last = torch.minimum(last, position[:, -1] + 1)
+        last = np.minimum(last, position[:, -1] + 1)
     if spec.window_left >= 0:
-        first = torch.minimum((position[:, 0] - spec.window_left).clamp(min=0), last - 1)
+        first = np.minimum(np.maximum(position[:, 0] - spec.window_left, 0), last - 1)
     size = call.keys.page_size
     step = max(size, call.tokens // requests // size * size)
     begin, end = int(first.min()) // size * size, int(last.max())
@@ -207,29 +221,28 @@ def _attend_rows(call: _Call, group: _Group, offset: Tensor) -> None:
     for left in range(begin, end, step):
         right = min(left + step, end)
         # Columns past a request's own pages are masked below; any page will do for them.
-        column = torch.arange(left // size, -(-right // size))
-        column = torch.minimum(column, ((last - 1) // size)[:, None])
-        index = (group.first_page[:, None] + column).to(device)
+        column = np.arange(left // size, -(-right // size))
+        column = np.minimum(column, ((last - 1) // size)[:, None])
+        index = place(group.first_page[:, None] + column)
         page = index if call.pages is None else call.pages[index]
         key = call.keys.block(page)[:, :, : right - left]
         value = call.values.block(page)[:, :, : right - left]
-        seen = torch.arange(left, right)
+        seen = np.arange(left, right)
         inside = (seen >= first[:, None]) & (seen < last[:, None])  # [requests, keys]
-        if not bool(inside.all()):
+        if not inside.all():
             # What no row sees may hold anything, NaN included, and 0 * NaN is NaN.
-            value = value.masked_fill_(~inside.to(device)[:, None, :, None], 0.0)
+            value = value.masked_fill_(place(~inside)[:, None, :, None], 0.0)
         logits = torch.matmul(query, key.transpose(2, 3))
         if spec.logits_soft_cap is not None:
             logits = logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
-        visible = inside[:, None, :].expand(requests, rows, -1)
-        if spec.causal:
+        visible = inside[:, None, :]
+        if spec.causal and rows > 1:
             visible = visible & (seen <= position[:, :, None])
         if spec.window_left >= 0:
             visible = visible & (seen >= position[:, :, None] - spec.window_left)
-        if not bool(visible.all()):
-            hidden = ~visible.to(device)[:, None, None]
+        if not visible.all():
             by_head = logits.view(requests, spec.num_kv_heads, spec.group_size, rows, -1)
-            by_head.masked_fill_(hidden, -math.inf)
+            by_head.masked_fill_(place(~visible)[:, None, None], -math.inf)
         peak = torch.maximum(top, logits.amax(-1, keepdim=True))
         floor = peak.masked_fill(peak == -math.inf, 0.0)
         weights = logits.sub_(floor).exp_()
@@ -242,8 +255,10 @@ def _attend_rows(call: _Call, group: _Group, offset: Tensor) -> None:
     summed = summed.div_(total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
     heads = (requests, spec.num_kv_heads, spec.group_size, rows)
     result = summed.view(*heads, spec.head_dim_v).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    target = row[real]
-    operands.out[target] = result[real].to(operands.out.dtype)
+    result = result.to(operands.out.dtype)
+    kept = None if all_real else place(real)
+    operands.out[target] = result if kept is None else result[kept]
     if operands.lse is not None:
         lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill_(empty, -math.inf)
-        operands.lse[target] = lse.view(heads).permute(0, 3, 1, 2).flatten(2, 3)[real]
+        lse = lse.view(heads).permute(0, 3, 1, 2).flatten(2, 3)
+        operands.lse[target] = lse if kept is None else lse[kept]
