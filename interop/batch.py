@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import LengthError, PageError, PlanError, ShapeError, SlotError
+from .errors import FrameworkError, LengthError, PageError, PlanError, ShapeError, SlotError
 
 __all__ = ["Bucket", "RaggedBatch"]
 
@@ -30,6 +30,14 @@ def host_ints(argument: str, value: object, rank: int) -> IntArray:
             given="a tensor on a GPU",
             wanted="host memory, since plans are made on the host",
             remedy=f"Keep {argument} on the host, or call .cpu() where a wait is acceptable.",
+        )
+    # By name, since this module may not import JAX to ask.
+    if any(kind.__name__ == "Tracer" for kind in type(value).__mro__):
+        raise FrameworkError(
+            argument,
+            given="a traced array",
+            wanted="values on the host",
+            remedy="Make batches and plans outside of jax.jit and pass the plan in.",
         )
     try:
         array = np.asarray(value)
@@ -69,7 +77,8 @@ def within(starts: IntArray, lengths: IntArray) -> IntArray:
     return (first + np.arange(total)).astype(np.int32)
 
 
-def _count(argument: str, value: object) -> int:
+def count_of(argument: str, value: object) -> int:
+    """Return a non-negative integer, or say why `value` is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
         raise LengthError(argument, given=repr(value), wanted="0 or a positive integer")
     return int(value.__index__())
@@ -101,8 +110,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "num_tokens", "num_pages"):
-            object.__setattr__(self, name, _count(name, getattr(self, name)))
-        longest = _count("max_query_len", self.max_query_len) or self.num_tokens
+            object.__setattr__(self, name, count_of(name, getattr(self, name)))
+        longest = count_of("max_query_len", self.max_query_len) or self.num_tokens
         object.__setattr__(self, "max_query_len", min(longest, self.num_tokens))
 
     @classmethod

@@ -18,7 +18,12 @@ __all__ = ["to_jax", "to_torch"]
 # XLA's CPU runtime assumes this alignment and copies what does not have it.
 CPU_ALIGNMENT = 64
 # Without jax_enable_x64, JAX narrows these on import.
-WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32"}
+WIDE = {
+    "int64": "int32",
+    "uint64": "uint32",
+    "float64": "float32",
+    "complex128": "complex64",
+}
 
 
 def to_jax(tensor: Tensor) -> jax.Array:
@@ -48,6 +53,19 @@ def to_jax(tensor: Tensor) -> jax.Array:
             given=f"dtype {name}, which JAX would narrow into a copy",
             wanted=f"dtype {WIDE[name]}",
             remedy=f"Convert with .to(torch.{WIDE[name]}), or set jax_enable_x64.",
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ZeroCopyError(
+            "tensor",
+            given=f"a tensor on {tensor.device}",
+            wanted="a tensor on a CPU or CUDA device",
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ZeroCopyError(
+            "tensor",
+            given="a lazy view (conj or neg) whose values are not in memory yet",
+            wanted="a tensor with its values in memory",
+            remedy="Call .resolve_conj().resolve_neg() where a copy is acceptable.",
         )
     if not tensor.is_contiguous():
         raise ZeroCopyError(
@@ -95,6 +113,13 @@ def to_torch(array: jax.Array) -> Tensor:
             given="a traced array, which has no memory yet",
             wanted="a concrete array",
             remedy="Inside jax.jit, call jax_frontend with the traced array instead.",
+        )
+    if array.is_deleted():
+        raise ZeroCopyError(
+            "array",
+            given="an array that was deleted or donated",
+            wanted="an array that has its memory",
+            remedy="Use the result of the call that it was donated to.",
         )
     if len(array.devices()) != 1:
         raise ZeroCopyError(

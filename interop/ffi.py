@@ -7,6 +7,7 @@ that a front end registers. What a call does stands in its attributes (`interop.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,15 @@ import tvm_ffi
 from .attributes import ATTRIBUTES, Call, decode, encode
 from .errors import TransformError
 
-__all__ = ["TARGETS", "as_torch", "bind", "foreign_call", "xla_stream"]
+__all__ = ["TARGETS", "as_torch", "bind", "foreign_call", "guard", "python_calls", "xla_stream"]
 
 TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append")
 # Calls of this target wait for the device or allocate, so XLA may not record them.
 NOT_RECORDABLE = ("isthmus_attend_waiting",)
+
+# How often Python ran for each target since the process started. XLA replays recorded calls without
+# Python, so on a GPU this stands still in a steady step.
+python_calls: Counter[str] = Counter()
 
 Runner = Callable[[Call, Sequence[Any]], None]
 
@@ -37,7 +42,8 @@ def bind(target: str, runner: Runner) -> None:
     split = len(ATTRIBUTES)
 
     def handle(*values: Any) -> None:
-        runner(decode(*values[:split]), values[split:])
+        python_calls[target] += 1
+        runner(decode("".join(values[:split])), values[split:])
 
     function = tvm_ffi.convert(handle)
     for platform in ("cpu", "gpu"):
@@ -83,13 +89,28 @@ def foreign_call(
         Under ``vmap`` and differentiation.
     """
     ffi = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases or {})
-    attributes = encode(call)
 
     name = target.removeprefix("isthmus_").removesuffix("_waiting")
+    return tuple(ffi(*guard(name, *operands), **encode(call)))
+
+
+def guard(name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return `arrays` as they are, in such a way that transformations of them raise.
+
+    Parameters
+    ----------
+    name
+        What has neither a batching rule nor a gradient, for the message.
+
+    Raises
+    ------
+    TransformError
+        When the result is transformed by ``vmap`` or differentiated.
+    """
 
     @jax.custom_batching.custom_vmap
     def plain(*values: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(ffi(*values, **attributes))
+        return values
 
     @plain.def_vmap
     def _no_vmap(axis_size: int, batched: Any, *values: jax.Array) -> Any:
@@ -109,7 +130,7 @@ def foreign_call(
             "jax.lax.stop_gradient on its arguments, or jax.nn.dot_product_attention to train."
         )
 
-    return tuple(guarded(*operands))
+    return tuple(guarded(*arrays))
 
 
 def as_torch(buffer: Any) -> torch.Tensor:

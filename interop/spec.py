@@ -38,6 +38,14 @@ def _positive(argument: str, value: object) -> int:
     return number
 
 
+def _number(value: object) -> float:
+    """Return a float, NaN for what is none, so that one check refuses both."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
 @dataclass(frozen=True, init=False)
 class AttentionSpec:
     """One attention layer's arithmetic, the same for every step.
@@ -107,15 +115,17 @@ class AttentionSpec:
                 wanted="a multiple of num_kv_heads",
             )
         width_v = width if head_dim_v is None else _positive("head_dim_v", head_dim_v)
-        scale = 1.0 / math.sqrt(width) if sm_scale is None else float(sm_scale)
+        scale = 1.0 / math.sqrt(width) if sm_scale is None else _number(sm_scale)
         if not math.isfinite(scale) or scale == 0.0:
-            raise ArgumentError("sm_scale", given=sm_scale, wanted="a finite number other than 0")
+            raise ArgumentError(
+                "sm_scale", given=repr(sm_scale), wanted="a finite number other than 0"
+            )
         window = None if sliding_window is None else _positive("sliding_window", sliding_window)
-        cap = None if logits_soft_cap is None else float(logits_soft_cap)
+        cap = None if logits_soft_cap is None else _number(logits_soft_cap)
         if cap is not None and not (math.isfinite(cap) and cap > 0.0):
             raise ArgumentError(
                 "logits_soft_cap",
-                given=logits_soft_cap,
+                given=repr(logits_soft_cap),
                 wanted="a positive number, or None for no cap",
             )
         values = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from interop.attributes import Call
 from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
-from interop.ffi import foreign_call
+from interop.ffi import foreign_call, guard
 from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
@@ -23,6 +23,9 @@ __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 Cache = TypeVar("Cache", CacheHandle, CacheArrays)
 Layer = int | jax.Array
 Plan = AttentionPlan[jax.Array]
+
+ROWS_REMEDY = "Rows are [tokens, heads, width]: plan with the batch and bucket of this step."
+POOL_REMEDY = "Pools are flat and whole. Under shard_map give plan and cache one shard's spec."
 
 
 def attend(
@@ -102,7 +105,11 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     static, shape = plan.static, cache.spec
     metadata = _owned(plan)
     slots = static.layout.views(metadata)["slot_mapping"]
-    number, slots = _place(layer, shape, slots, shape.num_pages * shape.page_size)
+    number, offset = _place(layer, shape)
+    if offset is not None:
+        # -1 is no slot and stays none; a layer that the cache lacks has no slots.
+        inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
+        slots = jnp.where(inside, slots + offset * shape.page_size, -1)
     launch = Launch("append", "rows", plan.spec, shape)
     if isinstance(cache, CacheHandle):
         call = Call(launch, cache.name, number, False)
@@ -133,7 +140,11 @@ def paged_attention(
     Where the plan's bucket promises requests without context, attention reads `key` and `value`
     themselves and the pages are only written.
     """
+    _check_cache(cache, plan)
     _check_rows("query", query, plan.static.query_shape, plan)
+    _check_key_value(key, value, plan)
+    # Before the write, so that a transformation of the query alone is refused before it, too.
+    query, key, value = guard("paged_attention", query, key, value)
     cache = append(key, value, cache, plan, layer)
     if plan.static.own is not None:
         out, lse, _ = _own(query, key, value, plan, return_lse)
@@ -149,6 +160,7 @@ def ragged_attention(
 
     Shapes and errors are those of `torch_backend.ragged_attention`.
     """
+    _check_plan(plan)
     if plan.static.cache is not None:
         raise PlanError(
             "plan",
@@ -177,8 +189,9 @@ def _attend(
     """Attention over pages; the cache that comes back is ordered after it if `hand_on` says so."""
     static, shape = plan.static, cache.spec
     fields = static.layout.views(_owned(plan))
-    number, pages = _place(layer, shape, fields["page_indices"], shape.num_pages)
-    fields["page_indices"] = pages
+    number, offset = _place(layer, shape)
+    if offset is not None:
+        fields["page_indices"] += offset
     if isinstance(cache, CacheHandle):
         call = Call(static.main, cache.name, number, lse)
         token = cache.token if hand_on else None
@@ -225,20 +238,18 @@ def _owned(plan: Plan) -> jax.Array:
     return plan.metadata + plan.metadata[0]
 
 
-def _place(
-    layer: Layer, shape: CacheSpec, numbers: jax.Array, stride: int
-) -> tuple[int, jax.Array]:
-    """Layer for the call's attribute, and page or slot numbers that fit it.
+def _place(layer: Layer, shape: CacheSpec) -> tuple[int, jax.Array | None]:
+    """Layer for the call's attribute, and what to add to page numbers where it is traced.
 
-    A layer that is known at trace time becomes a view of the pool when the call runs; a traced one
-    is added to the numbers (-1, which is no slot, stays).
+    A layer that is known at trace time becomes a view of the pool when the call runs. A traced one
+    that the cache lacks is taken to the nearest that it has, as JAX clamps indices when it reads.
     """
-    if isinstance(layer, (int, np.integer)):
+    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
         if not 0 <= layer < shape.num_layers:
             raise ArgumentError(
                 "layer", given=int(layer), wanted=f"a layer from 0 to {shape.num_layers - 1}"
             )
-        return int(layer), numbers
+        return int(layer), None
     if not isinstance(layer, jax.Array) or layer.shape or layer.dtype.kind not in "iu":
         raise ArgumentError(
             "layer",
@@ -246,17 +257,21 @@ def _place(
             f"{list(getattr(layer, 'shape', ()))}",
             wanted="an integer or a scalar integer array",
         )
-    first = layer.astype(jnp.int32) * stride
-    return WHOLE_POOL, jnp.where(numbers < 0, numbers, numbers + first)
+    nearest = jnp.clip(layer, 0, shape.num_layers - 1).astype(jnp.int32)
+    return WHOLE_POOL, nearest * shape.num_pages
 
 
-def _check_cache(cache: object, plan: Plan) -> None:
+def _check_plan(plan: object) -> None:
     if not isinstance(plan, AttentionPlan) or not isinstance(plan.metadata, jax.Array):
         raise FrameworkError(
             "plan",
             given=f"{type(plan).__name__} of {type(getattr(plan, 'metadata', None)).__name__}",
             wanted="a plan from jax_frontend.plan",
         )
+
+
+def _check_cache(cache: object, plan: Plan) -> None:
+    _check_plan(plan)
     if not isinstance(cache, (CacheHandle, CacheArrays)):
         raise FrameworkError(
             "cache",
@@ -271,18 +286,17 @@ def _check_cache(cache: object, plan: Plan) -> None:
             wanted=f"the cache that the plan was made for, {plan.static.cache}",
             remedy="Plan with the spec of the cache that is passed here.",
         )
-    if isinstance(cache, CacheArrays):
-        for name, pool, shape in (
-            ("cache.k", cache.k, cache.spec.key_shape),
-            ("cache.v", cache.v, cache.spec.value_shape),
-        ):
-            if pool.shape != shape:
-                raise ShapeError(
-                    name,
-                    given=list(pool.shape),
-                    wanted=f"{list(shape)}, the whole flat pool of its spec",
-                    remedy="Under shard_map give plan and cache the spec of one shard.",
-                )
+    if isinstance(cache, CacheHandle):
+        if cache.token.shape != (1,):
+            raise PlanError(
+                "cache",
+                given=f"a handle of {cache.token.size} shards",
+                wanted="the handle of one shard",
+                remedy="Inside jax.shard_map, split the handle over the mesh axis of its shards.",
+            )
+        return
+    _check_array("cache.k", cache.k, cache.spec.key_shape, cache.spec.dtype, POOL_REMEDY)
+    _check_array("cache.v", cache.v, cache.spec.value_shape, cache.spec.dtype, POOL_REMEDY)
 
 
 def _check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
@@ -294,19 +308,22 @@ def _check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
 
 
 def _check_rows(name: str, rows: Any, shape: tuple[int, int, int], plan: Plan) -> None:
-    if not isinstance(rows, jax.Array):
+    _check_array(name, rows, shape, plan.static.query_dtype, ROWS_REMEDY)
+
+
+def _check_array(
+    name: str, array: Any, shape: tuple[int, ...], dtype: str, shape_remedy: str
+) -> None:
+    if not isinstance(array, jax.Array):
         raise FrameworkError(
             name,
-            given=f"{type(rows).__module__}.{type(rows).__name__}",
+            given=f"{type(array).__module__}.{type(array).__name__}",
             wanted="a jax.Array",
             remedy="Use interop.dlpack.to_jax, or call torch_backend with torch tensors.",
         )
-    if rows.shape != shape:
+    if array.shape != shape:
         raise ShapeError(
-            name,
-            given=list(rows.shape),
-            wanted=f"{list(shape)} ([tokens, heads, width] of the plan)",
-            remedy="Plan with the batch and bucket of this step.",
+            name, given=list(array.shape), wanted=f"{list(shape)}", remedy=shape_remedy
         )
-    if rows.dtype.name != plan.static.query_dtype:
-        raise DTypeError(name, given=rows.dtype.name, wanted=plan.static.query_dtype)
+    if array.dtype.name != dtype:
+        raise DTypeError(name, given=array.dtype.name, wanted=dtype)

@@ -21,11 +21,13 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
 from torch_backend import PagedKVCache
+from torch_backend.cache import check_is_spec
 from torch_backend.writing import warm
 
 __all__ = [
@@ -75,6 +77,8 @@ class CacheArrays:
     spec: CacheSpec
 
 
+CACHE_NAME_BYTES = 64
+
 _caches: dict[str, tuple[PagedKVCache, ...]] = {}
 
 
@@ -106,19 +110,22 @@ def cache_handle(
     ArgumentError
         If another cache has the name.
     """
-    shards = (cache,) if isinstance(cache, PagedKVCache) else tuple(cache)
+    listed = cache if isinstance(cache, (list, tuple)) else [cache]
+    shards = tuple(shard for shard in listed if isinstance(shard, PagedKVCache))
+    if not shards or len(shards) < len(listed):
+        raise FrameworkError(
+            "cache",
+            given=f"{type(cache).__name__} of {[type(shard).__name__ for shard in listed]}",
+            wanted="a torch_backend.PagedKVCache, or a list of its shards",
+            remedy="For pools that JAX owns use init_cache.",
+        )
     for shard in shards:
-        if not isinstance(shard, PagedKVCache):
-            raise FrameworkError(
-                "cache",
-                given=type(shard).__name__,
-                wanted="a torch_backend.PagedKVCache",
-                remedy="For pools that JAX owns use init_cache.",
-            )
         if shard.spec != shards[0].spec:
             raise PlanError("cache", given=str(shard.spec), wanted=f"shards of {shards[0].spec}")
     known = next((key for key, value in _caches.items() if value == shards), None)
-    if name is None:
+    if name is not None:
+        _check_name(name)
+    else:
         name = known or next(
             f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches
         )
@@ -129,12 +136,26 @@ def cache_handle(
             wanted="a name of its own for each cache",
             remedy="Call release_cache first if the other is no longer in use.",
         )
-    token = jnp.arange(len(shards), dtype=jnp.int32)
-    if sharding is None and shards[0].device.type == "cuda":
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices("gpu")[shards[0].device.index])
-    if sharding is not None:
-        token = jax.device_put(token, sharding)
+    if sharding is None:
+        sharding = _where(shards[0].device)
+    # Committed to its device as the tokens that come out of a step are, or else the first step of a
+    # program would be compiled apart from the others.
+    token = jax.device_put(np.arange(len(shards), dtype=np.int32), sharding)
     return CacheHandle(token, name, shards[0].spec)
+
+
+def _check_name(name: object) -> None:
+    wanted = f"a text of 1 to {CACHE_NAME_BYTES} bytes"
+    if not isinstance(name, str):
+        raise ArgumentError("name", given=f"a {type(name).__name__}", wanted=wanted)
+    if not 0 < len(name.encode()) <= CACHE_NAME_BYTES or "\0" in name:
+        raise ArgumentError("name", given=repr(name), wanted=wanted)
+
+
+def _where(device: torch.device) -> jax.sharding.Sharding:
+    if device.type == "cpu":
+        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.sharding.SingleDeviceSharding(jax.devices("gpu")[device.index])
 
 
 def release_cache(name: str) -> None:
@@ -181,7 +202,10 @@ def init_cache(
     sharding
         Where the pools lie; JAX's default device when left out.
     """
-    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    check_is_spec(spec)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device: jax.Device = next(iter(sharding.device_set))
     shape = CacheSpec(
         num_layers=num_layers,
         num_pages=num_pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from torch_backend.merging import check_merge_shapes
+from torch_backend.merging import check_states
 
 __all__ = ["merge_states"]
 
@@ -17,7 +17,7 @@ def merge_states(
 
     Formula, shapes, dtypes and errors are those of `torch_backend.merge_states`.
     """
-    check_merge_shapes(out_a.shape, lse_a.shape, out_b.shape, lse_b.shape)
+    check_states(jax.Array, "jax.Array", out_a, lse_a, out_b, lse_b)
     lses = [jnp.where(jnp.isfinite(s), s, -jnp.inf).astype(jnp.float32) for s in (lse_a, lse_b)]
     peak = jnp.maximum(*lses)
     floor = jnp.where(peak == -jnp.inf, 0.0, peak)

@@ -11,7 +11,7 @@ from interop.errors import DeviceError
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
-from torch_backend.planning import host_plan
+from torch_backend.planning import check_cache_spec, host_plan
 
 __all__ = ["plan"]
 
@@ -42,7 +42,14 @@ def plan(
     ShapeError, LengthError, PageError, SlotError, PlanError, UnsupportedError
         As `torch_backend.plan` does.
     """
+    check_cache_spec(cache_spec)
     target = device if device is not None else jax.devices()[0]
+    if not isinstance(target, (jax.Device, jax.sharding.Sharding)):
+        raise DeviceError(
+            "device",
+            given=repr(device),
+            wanted="a jax.Device, such as jax.devices()[0], or a jax.sharding.Sharding",
+        )
     first = next(iter(target.device_set)) if isinstance(target, jax.sharding.Sharding) else target
     kind = "cpu" if first.platform == "cpu" else "cuda"
     if cache_spec is not None and cache_spec.device != kind:

@@ -335,7 +335,8 @@ def assert_within(name: str, got: Array, want: Array, tolerance: float) -> None:
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         raise AssertionError(
             f"{name}: {bad.sum()} of {bad.size} differ by more than {tolerance}; first at {where}: "
-            f"got {got[where]}, want {want[where]}; largest error {np.nanmax(error)}"
+            f"got {got[where]}, want {want[where]}; largest finite error "
+            f"{error[np.isfinite(error)].max(initial=0.0)}"
         )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from interop.errors import ArgumentError, LengthError, OutOfPagesError
+from interop.batch import count_of
+from interop.errors import ArgumentError, OutOfPagesError
 
 __all__ = ["PageAllocator"]
 
@@ -26,12 +27,14 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int, *, reserved: int = 0) -> None:
+        num_pages, page_size = count_of("num_pages", num_pages), count_of("page_size", page_size)
+        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
+            if not size:
+                raise ArgumentError(name, given=size, wanted="a positive integer")
         if not 0 <= reserved < num_pages:
             raise ArgumentError(
                 "reserved", given=reserved, wanted=f"a number from 0 to {num_pages - 1}"
             )
-        if page_size < 1:
-            raise ArgumentError("page_size", given=page_size, wanted="a positive integer")
         self.page_size = page_size
         # Free pages are a stack whose top is `_free_count`; low ids leave first.
         self._free = np.arange(num_pages - 1, reserved - 1, -1, dtype=np.int32)
@@ -48,9 +51,7 @@ class PageAllocator:
         return self._free_count
 
     def _pages_for(self, num_tokens: int) -> int:
-        if num_tokens < 0:
-            raise LengthError("num_tokens", given=num_tokens, wanted="0 or more")
-        return -(-num_tokens // self.page_size)
+        return -(-count_of("num_tokens", num_tokens) // self.page_size)
 
     def _known(self, request: Hashable) -> None:
         if request not in self._row:

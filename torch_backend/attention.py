@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
+import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from interop.errors import (
     ArgumentError,
@@ -12,6 +16,7 @@ from interop.errors import (
     FrameworkError,
     PlanError,
     ShapeError,
+    TransformError,
 )
 from interop.plan import AttentionPlan, Launch
 from interop.spec import dtype_name
@@ -24,6 +29,33 @@ from .writing import write_rows
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
 
+@overload
+def attend(
+    query: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attend(
+    query: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attend(
+    query: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attend(
     query: Tensor,
     cache: PagedKVCache,
@@ -90,6 +122,39 @@ def append(
     write_rows(key, value, key_pool, value_pool, cache.spec.layout, plan.views["slot_mapping"])
 
 
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    plan: AttentionPlan[Tensor],
+    layer: int,
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
     key: Tensor,
@@ -105,6 +170,7 @@ def paged_attention(
     Where the plan's bucket promises requests without context, attention reads `key` and `value`
     themselves and the pages are only written.
     """
+    _check_cache(cache, plan)
     _check_rows("query", query, plan.static.query_shape, plan)
     append(key, value, cache, plan, layer)
     if plan.static.own is not None:
@@ -112,6 +178,33 @@ def paged_attention(
     return attend(query, cache, plan, layer, return_lse=return_lse)
 
 
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan[Tensor],
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan[Tensor],
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan[Tensor],
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def ragged_attention(
     query: Tensor,
     key: Tensor,
@@ -133,6 +226,7 @@ def ragged_attention(
     plan
         From ``plan(spec, None, batch)``.
     """
+    _check_plan(plan)
     if plan.static.cache is not None:
         raise PlanError(
             "plan",
@@ -167,14 +261,25 @@ def _launch(
 
 
 def _layer(cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
-    if not 0 <= layer < cache.spec.num_layers:
+    known = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+    if not known or not 0 <= layer < cache.spec.num_layers:
         raise ArgumentError(
-            "layer", given=layer, wanted=f"a layer from 0 to {cache.spec.num_layers - 1}"
+            "layer", given=repr(layer), wanted=f"a layer from 0 to {cache.spec.num_layers - 1}"
         )
     return cache.pools(layer)
 
 
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, AttentionPlan) or not isinstance(plan.metadata, Tensor):
+        raise FrameworkError(
+            "plan",
+            given=f"{type(plan).__name__} of {type(getattr(plan, 'metadata', None)).__name__}",
+            wanted="a plan from torch_backend.plan",
+        )
+
+
 def _check_cache(cache: PagedKVCache, plan: AttentionPlan[Tensor]) -> None:
+    _check_plan(plan)
     if not isinstance(cache, PagedKVCache):
         raise FrameworkError("cache", given=type(cache).__name__, wanted="a PagedKVCache")
     if cache.spec != plan.static.cache:
@@ -223,6 +328,16 @@ def _check_rows(
     if rows.device != plan.metadata.device:
         raise DeviceError(
             name, given=str(rows.device), wanted=f"{plan.metadata.device}, where the plan lies"
+        )
+    if is_functorch_wrapped_tensor(rows):
+        raise TransformError(
+            f"{name} is transformed by torch.func, and attention over pages has no vmap and no "
+            "gradient. Put the examples of a vmap into one RaggedBatch and call it once."
+        )
+    if rows.requires_grad and torch.is_grad_enabled():
+        raise TransformError(
+            f"{name} requires grad, and attention over pages has no gradient: it is for inference. "
+            "Call it under torch.no_grad(), or pass a detached tensor."
         )
     if not rows.is_contiguous():
         raise ShapeError(

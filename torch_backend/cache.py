@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from interop.errors import (
+    ArgumentError,
+    DeviceError,
     OutOfDeviceMemoryError,
 )
 from interop.spec import AttentionSpec, CacheSpec, dtype_name
@@ -56,7 +58,8 @@ class PagedKVCache:
         layout: str = "NHD",
         device: torch.device | str = "cpu",
     ) -> None:
-        where = torch.device(device)
+        check_is_spec(spec)
+        where = device_of(device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
         self.spec = CacheSpec(
@@ -144,6 +147,24 @@ def largest_num_pages(
         device="cuda",
     )
     return max(0, free - headroom_bytes) // one.num_bytes
+
+
+def check_is_spec(spec: object) -> None:
+    """Raise `ArgumentError` unless `spec` is an `AttentionSpec`."""
+    if not isinstance(spec, AttentionSpec):
+        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """Return the CPU or CUDA device that is meant, or say that it is none."""
+    wanted = "'cpu' or 'cuda', or one of several such as 'cuda:1'"
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError("device", given=repr(str(device)), wanted=wanted) from error
+    if where.type not in ("cpu", "cuda"):
+        raise DeviceError("device", given=repr(str(where)), wanted=wanted)
+    return where
 
 
 def layer_pools(k: Tensor, v: Tensor, spec: CacheSpec, layer: int) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from interop.errors import ShapeError
+from interop.errors import DTypeError, FrameworkError, ShapeError
+from interop.spec import FLOAT_DTYPES, dtype_name
 
 __all__ = ["merge_states"]
 
@@ -34,10 +37,10 @@ def merge_states(
 
     Raises
     ------
-    ShapeError
-        If the shapes do not fit together.
+    FrameworkError, ShapeError, DTypeError
+        Naming the first argument that does not fit the others.
     """
-    check_merge_shapes(out_a.shape, lse_a.shape, out_b.shape, lse_b.shape)
+    check_states(Tensor, "torch.Tensor", out_a, lse_a, out_b, lse_b)
     sides = [(out_a, lse_a.float()), (out_b, lse_b.float())]
     # +inf marks an empty side, too: some kernels write it where no key was seen.
     sides = [(o, s.masked_fill(~torch.isfinite(s), -torch.inf)) for o, s in sides]
@@ -54,16 +57,45 @@ def merge_states(
     return merged.to(out_a.dtype), lse
 
 
-def check_merge_shapes(
-    out_a: tuple[int, ...], lse_a: tuple[int, ...], out_b: tuple[int, ...], lse_b: tuple[int, ...]
+def check_states(
+    kind: type, kind_name: str, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
 ) -> None:
-    """Raise `ShapeError` unless the four shapes are ``[t, h, d]``, ``[t, h]`` twice over."""
-    if len(out_a) != 3:
-        raise ShapeError("out_a", given=list(out_a), wanted="[tokens, heads, head_dim_v]")
-    for name, shape, wanted in (
-        ("lse_a", lse_a, out_a[:2]),
-        ("out_b", out_b, out_a),
-        ("lse_b", lse_b, out_a[:2]),
-    ):
-        if tuple(shape) != tuple(wanted):
-            raise ShapeError(name, given=list(shape), wanted=f"{list(wanted)}, to fit out_a")
+    """Check the arguments of `merge_states` of either framework.
+
+    Parameters
+    ----------
+    kind, kind_name
+        Array class of the framework, and its name for people.
+    out_a, lse_a, out_b, lse_b
+        The arguments.
+
+    Raises
+    ------
+    FrameworkError, ShapeError, DTypeError
+        Naming the first argument that does not fit.
+    """
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, array in states.items():
+        if not isinstance(array, kind):
+            given = f"{type(array).__module__}.{type(array).__name__}"
+            raise FrameworkError(name, given=given, wanted=f"a {kind_name}")
+    if len(out_a.shape) != 3:
+        raise ShapeError("out_a", given=list(out_a.shape), wanted="[tokens, heads, head_dim_v]")
+    rows = tuple(out_a.shape[:2])
+    shapes = {
+        "out_a": tuple(out_a.shape),
+        "lse_a": rows,
+        "out_b": tuple(out_a.shape),
+        "lse_b": rows,
+    }
+    dtype = dtype_name(out_a.dtype)
+    if dtype not in FLOAT_DTYPES:
+        raise DTypeError("out_a", given=dtype, wanted=f"one of {', '.join(FLOAT_DTYPES)}")
+    dtypes = {"out_a": dtype, "lse_a": "float32", "out_b": dtype, "lse_b": "float32"}
+    for name, array in states.items():
+        if tuple(array.shape) != shapes[name]:
+            raise ShapeError(
+                name, given=list(array.shape), wanted=f"{list(shapes[name])}, to fit out_a"
+            )
+        if dtype_name(array.dtype) != dtypes[name]:
+            raise DTypeError(name, given=dtype_name(array.dtype), wanted=dtypes[name])

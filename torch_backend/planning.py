@@ -14,6 +14,7 @@ from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
+from .cache import check_is_spec, device_of
 from .dispatch import Choice, choose, device_facts, serve, works_of
 from .kernels import Device, Lengths
 
@@ -54,8 +55,11 @@ def host_plan(
     Both front ends call this; they differ in where the buffer goes afterwards. Arguments and errors
     are those of `plan`.
     """
+    check_is_spec(spec)
     if not isinstance(batch, RaggedBatch):
         raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
+    if bucket is not None and not isinstance(bucket, Bucket):
+        raise ArgumentError("bucket", given=type(bucket).__name__, wanted="a Bucket, or None")
     if cache_spec is not None:
         check_specs(spec, cache_spec)
         page_size = cache_spec.page_size
@@ -214,9 +218,21 @@ def explain(
     return tuple(choose(work) for work in works)
 
 
+def check_cache_spec(cache_spec: object) -> None:
+    """Raise `ArgumentError` unless `cache_spec` is a `CacheSpec` or `None`."""
+    if cache_spec is not None and not isinstance(cache_spec, CacheSpec):
+        raise ArgumentError(
+            "cache_spec",
+            given=type(cache_spec).__name__,
+            wanted="a CacheSpec, or None for attention without a cache",
+            remedy="Pass cache.spec of a cache.",
+        )
+
+
 def _device(device: torch.device | str | None, cache_spec: CacheSpec | None) -> torch.device:
+    check_cache_spec(cache_spec)
     kind = cache_spec.device if cache_spec is not None else torch.get_default_device().type
-    where = torch.device(kind if device is None else device)
+    where = device_of(kind if device is None else device)
     if cache_spec is not None and where.type != cache_spec.device:
         raise DeviceError(
             "device", given=str(where), wanted=f"a {cache_spec.device} device, where the cache lies"

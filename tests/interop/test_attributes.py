@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given
 from small import SPEC, new_cache
 
 from interop import AttentionSpec, CacheSpec, Launch
-from interop.attributes import ATTRIBUTES, MAX_CONSTANTS, Call, decode, encode
+from interop.attributes import ATTRIBUTES, Call, decode, encode
 from interop.errors import ArgumentError
 from interop.spec import FLOAT_DTYPES
 
@@ -54,17 +57,20 @@ def calls(draw: st.DrawFn) -> Call:
         draw(st.sampled_from(("pages", "tokens", "rows"))),
         spec,
         cache,
-        tuple(draw(st.lists(int64, max_size=MAX_CONSTANTS))),
+        tuple(draw(st.lists(int64, max_size=2))),
         draw(st.integers(0, 2**40)),
     )
     names = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
     return Call(launch, draw(names), draw(st.integers(-1, 99)), draw(st.booleans()))
 
 
+def read(attributes: dict[str, str]) -> Call:
+    return decode("".join(attributes[name] for name in ATTRIBUTES))
+
+
 @given(calls())
 def test_what_is_written_can_be_read_back(call: Call) -> None:
-    attributes = encode(call)
-    assert decode(*(attributes[name] for name in ATTRIBUTES)) == call
+    assert read(encode(call)) == call
 
 
 @given(calls())
@@ -72,29 +78,59 @@ def test_every_call_has_every_attribute_and_no_other(call: Call) -> None:
     # A handler that misses one of the attributes it was registered with ends the process.
     attributes = encode(call)
     assert set(attributes) == set(ATTRIBUTES)
-    assert {type(value) for value in attributes.values()} <= {np.int64, float}
+    # Longer strings are freed before the handler reads them, and all else leaks.
+    assert all(type(piece) is str and len(piece.encode()) <= 7 for piece in attributes.values())
 
 
 def test_no_attribute_is_there_twice() -> None:
     assert len(set(ATTRIBUTES)) == len(ATTRIBUTES)
 
 
-@pytest.mark.parametrize("name", ["x" * 32, "ü" * 16, "cache-of-the-second-replica.3"])
-def test_names_of_up_to_32_bytes(name: str) -> None:
-    attributes = encode(Call(LAUNCH, name, 0, False))
-    assert decode(*(attributes[key] for key in ATTRIBUTES)).cache == name
+@pytest.mark.parametrize("name", ["x" * 64, "cache-of-the-second-replica.3"])
+def test_long_names(name: str) -> None:
+    assert read(encode(Call(LAUNCH, name, 0, False))).cache == name
 
 
-@pytest.mark.parametrize("name", ["x" * 33, "ü" * 16 + "x"])
-def test_longer_names_are_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"cache: got '{name}', want at most 32 bytes"):
-        encode(Call(LAUNCH, name, 0, False))
-
-
-def test_a_longer_family_or_schedule_is_refused() -> None:
-    launch = Launch("a_family_of_17_by", "pages", SPEC, None)
-    with pytest.raises(ArgumentError, match="family: got 'a_family_of_17_by', want at most 16"):
+def test_a_call_that_does_not_fit_is_refused() -> None:
+    launch = Launch("reference", "pages", SPEC, None, tuple(range(1000)))
+    with pytest.raises(ArgumentError, match=r"call: got [0-9]+ bytes.*want up to 504"):
         encode(Call(launch, "", 0, False))
-    launch = Launch("reference", "pages", SPEC, None, tuple(range(MAX_CONSTANTS + 1)))
-    with pytest.raises(ArgumentError, match=f"constants: got {MAX_CONSTANTS + 1} numbers"):
-        encode(Call(launch, "", 0, False))
+
+
+LEAK = """
+import resource
+import jax
+import jax.numpy as jnp
+import torch_backend
+import jax_frontend
+from interop import AttentionSpec, RaggedBatch
+
+spec = AttentionSpec(1, 1, 2)
+cache = torch_backend.PagedKVCache(
+    spec, num_layers=1, num_pages=1, page_size=1, dtype="float32"
+)
+plan = jax_frontend.plan(spec, cache.spec, RaggedBatch([1], [1], [[0]]))
+kv = jax_frontend.cache_handle(cache)
+rows = jnp.ones((1, 1, 2))
+write = jax.jit(lambda rows, kv, plan: jax_frontend.append(rows, rows, kv, plan, 0))
+
+def peak(calls):
+    global kv
+    for _ in range(calls):
+        kv = write(rows, kv, plan)
+    kv.token.block_until_ready()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+first = peak(4000)
+print(peak(12000) - first)
+"""
+
+
+def test_calls_leave_no_memory_behind() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAK], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    # As numbers, the attributes of a call left about 700 bytes each time: 8 MB here.
+    assert int(done.stdout) < 2_000_000

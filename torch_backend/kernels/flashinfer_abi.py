@@ -28,7 +28,9 @@ __all__ = [
     "CompiledModule",
     "ModuleKey",
     "arrange",
+    "build",
     "check_version",
+    "is_built",
     "jit_spec",
     "load",
     "why_missing",
@@ -159,9 +161,7 @@ def arrange(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[Any, ...
         For a name that is not optional and has no value.
     """
     known = _UNUSED | dict(values)
-    return tuple(
-        known.get(name) if name.startswith("maybe_") else known[name] for name in names
-    )
+    return tuple(known.get(name) if name.startswith("maybe_") else known[name] for name in names)
 
 
 @cache
@@ -262,6 +262,30 @@ def jit_spec(key: ModuleKey) -> Any:
     )
 
 
+def is_built(key: ModuleKey) -> bool:
+    """Whether `load` finds the module compiled."""
+    return bool(jit_spec(key).is_compiled)
+
+
+def build(key: ModuleKey) -> None:
+    """Compile a module, without loading it; safe beside other threads and processes.
+
+    Raises
+    ------
+    VersionError
+        If FlashInfer is missing or outside the range.
+    UnsupportedError
+        If the module cannot be compiled here.
+    """
+    check_version()
+    try:
+        spec = jit_spec(key)
+        if not spec.is_compiled:
+            spec.build(need_lock=True)
+    except Exception as error:
+        raise _cannot_build(key, error) from error
+
+
 _loaded: dict[ModuleKey, CompiledModule] = {}
 _loading = threading.Lock()
 
@@ -302,8 +326,12 @@ def _build_and_load(key: ModuleKey) -> CompiledModule:
         module = spec.build_and_load()
         return CompiledModule(module.paged_run, module.ragged_run)
     except Exception as error:
-        raise UnsupportedError(
-            f"FlashInfer's {key} module cannot be compiled or loaded: {error}. Compiling needs "
-            "nvcc and ninja (CUDA_HOME names the CUDA folder); where there are none, put a module "
-            "compiled elsewhere into flashinfer/data/aot."
-        ) from error
+        raise _cannot_build(key, error) from error
+
+
+def _cannot_build(key: ModuleKey, error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"FlashInfer's {key} module cannot be compiled or loaded: {error}. Compiling needs nvcc "
+        "and ninja (CUDA_HOME names the CUDA folder); where there are none, put a module compiled "
+        "elsewhere into flashinfer/data/aot."
+    )

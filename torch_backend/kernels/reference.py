@@ -34,8 +34,11 @@ HostArray = npt.NDArray[np.int32]
 # Elements of one gathered block (keys or values of all its requests and heads) and of its logits.
 BLOCK_ELEMENTS = 1 << 21
 LOGIT_ELEMENTS = 1 << 22
-# Gathered and widened keys and values, logits, their exponentials and one mask, float32 throughout.
-EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 4 * LOGIT_ELEMENTS)
+# Elements of a block's query and output rows, over all its requests.
+ROW_ELEMENTS = 1 << 20
+# Gathered and widened keys and values; logits, their exponentials and masks; copies of rows on
+# their way in and out; float32 throughout.
+EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 4 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,12 @@ class _Group(NamedTuple):
 
 
 def _groups(
-    qo: HostArray, kv_lens: HostArray, first_page: HostArray, tokens: int
+    qo: HostArray, kv_lens: HostArray, first_page: HostArray, tokens: int, most: int
 ) -> Iterator[_Group]:
-    """Split the busy requests into groups alike in query length whose padded keys fit `tokens`."""
+    """Split the busy requests into groups of up to `most`, alike in query length.
+
+    The keys of a group, padded to its longest, fit `tokens`.
+    """
     query_lens = qo[1:] - qo[:-1]
     busy = np.flatnonzero((query_lens > 0) & (kv_lens > 0))
     if not busy.size:
@@ -107,7 +113,8 @@ def _groups(
     for end in ends.tolist():
         while begin < end:
             longest = int(kv_lens[chosen[begin]])
-            pick = chosen[begin : min(end, begin + max(1, tokens // longest))]
+            count = max(1, min(tokens // longest, most))
+            pick = chosen[begin : min(end, begin + count)]
             yield _Group(qo[pick], query_lens[pick], kv_lens[pick], first_page[pick])
             begin += pick.size
 
@@ -167,8 +174,14 @@ class ReferenceFamily:
         width = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v)
         tokens = max(keys.page_size, BLOCK_ELEMENTS // width)
         call = _Call(spec, operands, keys, values, pages, tokens)
-        for group in _groups(qo, kv_lens, first_page, tokens):
+        most = max(1, ROW_ELEMENTS // _row_elements(spec))
+        for group in _groups(qo, kv_lens, first_page, tokens, most):
             _attend_group(call, group)
+
+
+def _row_elements(spec: AttentionSpec) -> int:
+    """Elements of one query row and its output row."""
+    return spec.num_qo_heads * (spec.head_dim + spec.head_dim_v)
 
 
 def _host(field: Tensor) -> HostArray:
@@ -180,7 +193,11 @@ def _attend_group(call: _Call, group: _Group) -> None:
     """Attention of one group, in blocks of query rows that keep the logits small."""
     requests = group.kv_lens.size
     keys = min(int(group.kv_lens.max()), max(1, call.tokens // requests))
-    step = max(1, LOGIT_ELEMENTS // (requests * call.spec.num_qo_heads * keys))
+    step = min(
+        LOGIT_ELEMENTS // (requests * call.spec.num_qo_heads * keys),
+        ROW_ELEMENTS // (requests * _row_elements(call.spec)),
+    )
+    step = max(step, 1)
     longest = int(group.query_lens.max())
     for begin in range(0, longest, step):
         _attend_rows(call, group, np.arange(begin, min(begin + step, longest)))

@@ -1,0 +1,1 @@
+"""Measurements of this project and of its peers: ``python -m benchmarks``."""

@@ -1,0 +1,510 @@
+"""FA2 and FA3 without a GPU: refusals, plans, and what the compiled functions are handed.
+
+The compiled modules are replaced by recorders; what a GPU computes is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm_ffi
+from families import only
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interop import AttentionSpec, Bucket, CacheSpec, RaggedBatch
+from interop.attributes import ATTRIBUTES, Call, decode, encode
+from interop.plan import PlanStatic
+from torch_backend.dispatch import choose
+from torch_backend.kernels import FAMILIES, Device, Lengths, Operands, Work
+from torch_backend.kernels import flashinfer_abi as abi
+from torch_backend.kernels import flashinfer_fa2 as fa2
+from torch_backend.kernels import flashinfer_fa3 as fa3
+from torch_backend.planning import host_plan
+
+RECORDED = Path(__file__).parents[1] / "data" / "flashinfer_plans_h200.json.gz"
+
+H200 = Device("cuda", (9, 0), 132)
+A100 = Device("cuda", (8, 0), 108)
+SPEC = AttentionSpec(8, 2, 64)
+CACHE = CacheSpec(2, 64, 4, 2, 64, dtype="float16", device="cuda")
+
+TABLE = np.arange(40).reshape(4, 10)
+MIXED = RaggedBatch([1, 3, 0, 2], [6, 30, 5, 9], TABLE)
+FIRST = RaggedBatch([5, 3, 7], [5, 3, 7], TABLE[:3])
+
+
+class Recorder:
+    """Stands for a compiled function: keeps its arguments, writes an LSE of 1 in base 2."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        assert len(arguments) == len(self.names)
+        call = dict(zip(self.names, arguments, strict=True))
+        self.calls.append(call)
+        if call["maybe_lse"] is not None:
+            torch.from_dlpack(call["maybe_lse"]).fill_(1.0)
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Recorders by module key, for as long as a test runs."""
+    loaded: dict[abi.ModuleKey, abi.CompiledModule] = {}
+
+    def load(key: abi.ModuleKey) -> abi.CompiledModule:
+        names = abi.SIGNATURES[key.backend]
+        functions = (Recorder(names["paged_run"]), Recorder(names["ragged_run"]))
+        return loaded.setdefault(key, abi.CompiledModule(*functions))
+
+    def forget() -> None:
+        fa2._ready_fa2.cache_clear()
+        fa3._ready_fa3.cache_clear()
+
+    monkeypatch.setattr(abi, "load", load)
+    forget()
+    yield loaded
+    forget()
+
+
+def _plan(
+    family: str,
+    batch: RaggedBatch,
+    *,
+    spec: AttentionSpec = SPEC,
+    cache: CacheSpec | None = CACHE,
+    bucket: Bucket | None = None,
+    device: Device = H200,
+) -> tuple[PlanStatic, dict[str, torch.Tensor]]:
+    with only(family):
+        static, words = host_plan(
+            spec, cache, batch, bucket, device, "raise", lambda n: np.full(n, -7, np.int32)
+        )
+    return static, static.layout.views(torch.from_numpy(words))
+
+
+def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = False) -> Operands:
+    """Buffers of a call, as torch tensors or as a custom call gets them."""
+    dtype = getattr(torch, static.query_dtype)
+    spec, cache, bucket = static.spec, static.cache, static.bucket
+    launch = static.main if source == static.main.source else static.own
+    assert launch is not None
+    if source == "pages":
+        assert cache is not None
+        shapes = cache.key_shape, cache.value_shape
+    else:
+        rows = bucket.num_tokens if cache is not None else bucket.num_pages
+        shapes = (rows, spec.num_kv_heads, spec.head_dim), (rows, spec.num_kv_heads, spec.head_dim)
+    key, value = (torch.randn(shape).to(dtype) for shape in shapes)
+    operands = Operands(
+        query=torch.randn(static.query_shape).to(dtype),
+        key=key,
+        value=value,
+        metadata={name: fields[name] for name in FAMILIES[launch.family].fields(source)},
+        out=torch.empty(static.out_shape, dtype=dtype),
+        lse=torch.empty(static.out_shape[:2]),
+        scratch=torch.empty(launch.scratch_bytes, dtype=torch.uint8)
+        if launch.scratch_bytes
+        else None,
+    )
+    if not bridge:
+        return operands
+    buffers = {
+        name: None if buffer is None else tvm_ffi.from_dlpack(buffer)
+        for name, buffer in vars(operands).items()
+        if name != "metadata"
+    }
+    metadata = {name: tvm_ffi.from_dlpack(field) for name, field in operands.metadata.items()}
+    return Operands(**buffers, metadata=metadata)
+
+
+def _run(launch: Any, operands: Operands, modules: Any) -> dict[str, Any]:
+    """Run a launch; what the compiled function got, by name."""
+    FAMILIES[launch.family].run(launch, operands)
+    (module,) = modules.values()
+    function = module.paged_run if launch.source == "pages" else module.ragged_run
+    call: dict[str, Any] = function.calls[-1]
+    return call
+
+
+OPTIONS = {
+    "mask_mode_code": 1,
+    "layout": 0,
+    "window_left": -1,
+    "logits_soft_cap": 0.0,
+    "sm_scale": 0.125,
+    "token_pos_in_items_len": 0,
+}
+
+
+def _options(call: dict[str, Any], **changed: Any) -> None:
+    """Check what is no tensor: the kind of attention, and nothing beyond it."""
+    for name, value in (OPTIONS | changed).items():
+        assert call[name] == value, name
+    optional = [name for name in call if name.startswith("maybe_") and name != "maybe_lse"]
+    assert optional
+    assert all(call[name] is None for name in optional)
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("family", ["fa2", "fa2_flashinfer"])
+def test_fa2_over_pages(modules: Any, family: str, bridge: bool) -> None:
+    """Every buffer is handed on as it came, in its place."""
+    static, fields = _plan(family, MIXED)
+    operands = _operands(static, "pages", fields, bridge=bridge)
+    call = _run(static.main, operands, modules)
+    assert list(modules) == [abi.ModuleKey("fa2", "float16", 64)]
+    scratch = operands.scratch if operands.scratch is not None else operands.out
+    handed = {
+        "float_workspace_buffer": scratch,
+        "int_workspace_buffer": operands.metadata["fa2_schedule"],
+        "q": operands.query,
+        "paged_k_cache": operands.key,
+        "paged_v_cache": operands.value,
+        "qo_indptr": operands.metadata["qo_indptr"],
+        "paged_kv_indptr": operands.metadata["kv_indptr"],
+        "paged_kv_indices": operands.metadata["page_indices"],
+        "paged_kv_last_page_len": operands.metadata["kv_last_page_len"],
+        "o": operands.out,
+        "maybe_lse": operands.lse,
+    }
+    for name, buffer in handed.items():
+        assert call[name] is buffer, name
+    assert tuple(call["plan_info_vec"]) == static.main.constants[:15]
+    _options(call, enable_pdl=True, rope_rcp_scale=1.0, rope_rcp_theta=1.0)
+    assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
+
+
+def test_fa2_over_own_rows(modules: Any) -> None:
+    """The offsets of keys are the plan's own: those of the cache count pages."""
+    bucket = Bucket(4, 20, 30, without_context=True)
+    static, fields = _plan("fa2", FIRST, bucket=bucket, device=A100)
+    assert static.own is not None
+    operands = _operands(static, "tokens", fields)
+    call = _run(static.own, operands, modules)
+    assert call["int_workspace_buffer"] is operands.metadata["fa2_own_schedule"]
+    assert call["qo_indptr"].tolist() == [0, 5, 8, 15, 15, 20]
+    assert call["kv_indptr"].tolist() == [0, 5, 8, 15, 15, 15]  # padding rows have no keys
+    assert call["k"] is operands.key
+    assert call["v"] is operands.value
+    assert call["o"] is operands.out
+    _options(call, enable_pdl=False)
+
+
+def test_fa2_without_a_cache(modules: Any) -> None:
+    """Keys of a request may be more than its queries."""
+    spec = AttentionSpec(8, 2, 64, dtype="bfloat16", causal=False)
+    static, fields = _plan("fa2", RaggedBatch([2, 1], [4, 9]), spec=spec, cache=None)
+    operands = _operands(static, "tokens", fields)
+    call = _run(static.main, operands, modules)
+    assert list(modules) == [abi.ModuleKey("fa2", "bfloat16", 64)]
+    assert call["qo_indptr"].tolist() == [0, 2, 3]
+    assert call["kv_indptr"].tolist() == [0, 4, 13]
+    _options(call, mask_mode_code=0)
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_fa3_over_pages(modules: Any, bridge: bool) -> None:
+    """Lengths and offsets are in the schedule, which stands in for arrays that nothing reads."""
+    static, fields = _plan("fa3", MIXED)
+    operands = _operands(static, "pages", fields, bridge=bridge)
+    call = _run(static.main, operands, modules)
+    assert list(modules) == [abi.ModuleKey("fa3", "float16", 64)]
+    schedule = operands.metadata["fa3_schedule"]
+    handed = {
+        "float_workspace_buffer": operands.out,
+        "int_workspace_buffer": schedule,
+        "q": operands.query,
+        "paged_k_cache": operands.key,
+        "paged_v_cache": operands.value,
+        "qo_indptr": schedule,
+        "paged_kv_indptr": schedule,
+        "paged_kv_indices": operands.metadata["page_indices"],
+        "paged_kv_last_page_len": schedule,
+        "o": operands.out,
+        "maybe_lse": operands.lse,
+    }
+    for name, buffer in handed.items():
+        assert call[name] is buffer, name
+    assert tuple(call["plan_info_vec"]) == static.main.constants[:9]
+    assert static.main.scratch_bytes == 0
+    _options(call, scale_v_scalar=1.0)
+    assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_fa3_reads_values_without_their_padding(modules: Any, bridge: bool) -> None:
+    """It would multiply them by 0; the caller's own rows stay as they are."""
+    bucket = Bucket(4, 20, 30, without_context=True)
+    static, fields = _plan("fa3", FIRST, bucket=bucket)
+    assert static.own is not None
+    operands = _operands(static, "tokens", fields, bridge=bridge)
+    value = torch.from_dlpack(operands.value)
+    value[15:] = math.nan
+    before = value.clone()
+    call = _run(static.own, operands, modules)
+    assert torch.equal(call["v"][:15], before[:15])
+    assert not call["v"][15:].any()
+    assert torch.equal(value[:15], before[:15])
+    assert value[15:].isnan().all()
+    assert call["v"].data_ptr() == torch.from_dlpack(operands.scratch).data_ptr()
+    assert call["k"] is operands.key
+
+
+def test_fa3_copies_nothing_where_there_is_no_padding(modules: Any) -> None:
+    static, fields = _plan("fa3", FIRST)
+    assert static.own is not None
+    assert static.own.scratch_bytes == 0
+    operands = _operands(static, "tokens", fields)
+    assert _run(static.own, operands, modules)["v"] is operands.value
+
+
+def test_fa3_padding_without_a_cache_is_that_of_the_keys(modules: Any) -> None:
+    spec = AttentionSpec(8, 2, 64, dtype="bfloat16")
+    batch, bucket = RaggedBatch([2, 1], [4, 9]), Bucket(3, 5, 21)
+    static, fields = _plan("fa3", batch, spec=spec, cache=None, bucket=bucket)
+    operands = _operands(static, "tokens", fields)
+    operands.value[13:] = math.nan
+    call = _run(static.main, operands, modules)
+    assert torch.equal(call["v"][:13], operands.value[:13])
+    assert not call["v"][13:].any()
+
+
+@pytest.mark.parametrize("family", ["fa2", "fa3"])
+def test_features_reach_the_kernel(modules: Any, family: str) -> None:
+    """What is compiled in chooses the module, the rest travels as numbers."""
+    spec = AttentionSpec(
+        8, 2, 64, causal=False, sliding_window=5, logits_soft_cap=30.0, sm_scale=0.3
+    )
+    cache = replace(CACHE, layout="HND")
+    static, fields = _plan(family, MIXED, spec=spec, cache=cache)
+    call = _run(static.main, _operands(static, "pages", fields), modules)
+    assert list(modules) == [abi.ModuleKey(family, "float16", 64, window=True, soft_cap=True)]
+    _options(call, mask_mode_code=0, layout=1, window_left=4, logits_soft_cap=30.0, sm_scale=0.3)
+    # Rows of a call are token-major whatever the cache is.
+    static, fields = _plan(family, FIRST, spec=spec, cache=cache)
+    assert static.own is not None
+    call = _run(static.own, _operands(static, "tokens", fields), modules)
+    assert call["layout"] == 0
+
+
+def test_no_lse_is_passed_on_as_none(modules: Any) -> None:
+    for family in ("fa2", "fa3"):
+        static, fields = _plan(family, MIXED)
+        operands = replace(_operands(static, "pages", fields), lse=None)
+        FAMILIES[family].run(static.main, operands)
+    assert [module.paged_run.calls[0]["maybe_lse"] for module in modules.values()] == [None, None]
+
+
+@pytest.mark.parametrize("family", ["fa2", "fa2_flashinfer", "fa3"])
+def test_launches_survive_as_attributes_and_as_json(family: str) -> None:
+    """A compiled program holds them as numbers."""
+    static, _ = _plan(family, FIRST, bucket=Bucket(4, 20, 30, without_context=True))
+    assert PlanStatic.from_json(static.to_json()) == static
+    for launch in (static.main, static.own):
+        assert launch is not None
+        call = Call(launch, "", 0, True)
+        attributes = encode(call)
+        assert decode("".join(attributes[name] for name in ATTRIBUTES)) == call
+
+
+with gzip.open(RECORDED, "rt") as file:
+    GRAPH_CASES = [case for case in json.load(file)["cases"] if case["graph"]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in GRAPH_CASES
+        if case["family"] == "fa3"
+        or (case["fixed_split_size"] <= 0 and not case["disable_split_kv"])
+    ],
+)
+def test_plans_equal_those_recorded_on_a_gpu(case: dict[str, Any]) -> None:
+    """FlashInfer's integers, and for FA2 its schedule to the last byte."""
+    family = FAMILIES["fa3" if case["family"] == "fa3" else "fa2_flashinfer"]
+    window = case["window_left"]
+    spec = AttentionSpec(
+        case["num_qo_heads"],
+        case["num_kv_heads"],
+        case["head_dim"],
+        causal=case["causal"],
+        sliding_window=window + 1 if window >= 0 else None,
+    )
+    heads = spec.num_kv_heads
+    cache = CacheSpec(1, 2**16, case["page_size"], heads, spec.head_dim, device="cuda")
+    bucket = Bucket(case["batch"], case["total_num_rows"], case["kv_indptr"][-1])
+    work = Work(spec, cache, H200, "bfloat16", case["batch"], bucket, "pages")
+    qo_indptr, kv_indptr, kv_lens = (
+        np.array(case[name], np.int32) for name in ("qo_indptr", "kv_indptr", "kv_lens")
+    )
+    lengths = Lengths(np.diff(qo_indptr), kv_lens, np.diff(kv_indptr), qo_indptr, kv_indptr)
+    decision = family.decide(work, lengths)
+    launch, sizes = family.shape(work, decision.variant)
+    assert list(launch.constants[:-1]) == case["plan_info"]
+    fields = {name: np.full(size, -7, np.int32) for name, size in sizes.items()}
+    family.write(work, launch, lengths, decision, fields)
+    if case["family"] == "fa2":
+        assert [launch.scratch_bytes] == case["workspace"][:1]
+        assert fields["fa2_schedule"].tolist() == case["int_workspace_i32"]
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> tuple[RaggedBatch, Bucket]:
+    """A batch, and a bucket that leaves any number of rows to the padding request."""
+    query_lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    contexts = draw(st.lists(st.integers(0, 40), min_size=len(query_lens), max_size=5))
+    kv_lens = [q + c for q, c in zip(query_lens, contexts, strict=False)]
+    table = np.arange(20 * len(query_lens)).reshape(-1, 20)
+    batch = RaggedBatch(query_lens, kv_lens, table)
+    spare = st.sampled_from([0, 0, 1, 7, 200, 5000])
+    bucket = Bucket(
+        num_requests=len(query_lens) + draw(st.sampled_from([0, 1, 30])),
+        num_tokens=max(1, batch.num_tokens + draw(spare)),
+        num_pages=sum(-(-n // CACHE.page_size) for n in kv_lens) + draw(spare),
+        max_query_len=draw(st.sampled_from([0, max(query_lens)])),
+        without_context=batch.without_context,
+    )
+    return batch, bucket
+
+
+@given(buckets(), st.sampled_from(["fa2", "fa2_flashinfer", "fa3"]), st.sampled_from([1, 4, 8]))
+def test_any_batch_of_a_bucket_fits_its_plan(
+    drawn: tuple[RaggedBatch, Bucket], family: str, group: int
+) -> None:
+    """However many rows the padding has: all are written, so there is work for each of them."""
+    batch, bucket = drawn
+    spec = AttentionSpec(2 * group, 2, 64)
+    cache = replace(CACHE, num_pages=128)
+    static, fields = _plan(family, batch, spec=spec, cache=cache, bucket=bucket)
+    if family == "fa3":
+        starts = [offset // 4 for offset in static.main.constants[:8]]
+        schedule = fields["fa3_schedule"]
+        count = int(schedule[starts[6] + 132])
+        request, tile = (schedule[starts[i] :][:count].tolist() for i in (7, 0))
+        tile_rows, copies = 192, spec.num_qo_heads
+    else:
+        capacity, _, _, tile_rows, *starts = static.main.constants
+        schedule = fields["fa2_schedule"]
+        flags = schedule.view(torch.uint8)[static.main.constants[12] :][:capacity]
+        count = int(flags.sum())
+        request, tile = (schedule[starts[i] // 4 :][:count].tolist() for i in (0, 1))
+        tile_rows, copies = tile_rows // group if tile_rows > group else tile_rows / group, 1
+    query_lens = fields["qo_indptr"].diff().tolist()
+    assert sum(query_lens) == bucket.num_tokens
+    wanted = {(r, t) for r, n in enumerate(query_lens) for t in range(math.ceil(n / tile_rows))}
+    found = list(zip(request, tile, strict=True))
+    assert set(found) == wanted
+    assert len(found) >= copies * len(wanted)
+
+
+def _work(
+    source: str = "pages",
+    *,
+    device: Device = H200,
+    bucket: Bucket | None = None,
+    dtype: str = "float16",
+    **spec: Any,
+) -> Work:
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64} | spec
+    attention = AttentionSpec(**sizes)
+    cache = replace(
+        CACHE,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        head_dim_v=attention.head_dim_v,
+        dtype=dtype,
+    )
+    bucket = bucket or Bucket(4, 4096, 64)
+    return Work(attention, cache, device, dtype, bucket.num_requests, bucket, source)
+
+
+CPU, TURING, HOPPER = Device("cpu"), Device("cuda", (7, 5), 40), H200
+
+REFUSALS = {
+    "cpu": ({"device": CPU}, "it needs an NVIDIA GPU, and this is a cpu device"),
+    "float32": ({"dtype": "float32"}, "computes in float16 and bfloat16, not in float32"),
+    "width": ({"head_dim": 80}, "compiled for head_dim 64, 128, 256, not for 80"),
+    "value width": ({"head_dim": 128, "head_dim_v": 64}, "not head_dim_v = 64 with head_dim = 128"),
+    "scale": ({"sm_scale": -0.1}, "before it scales, and sm_scale is -0.1"),
+    "no rows": ({"bucket": Bucket(4, 0, 64)}, "no query rows"),
+    "many rows": ({"bucket": Bucket(1, 2**23, 64)}, "8388608 rows of 8 heads x 64 are 2**32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("family", ["fa2", "fa2_flashinfer", "fa3"])
+def test_what_no_kernel_does_is_refused_in_words(family: str, name: str) -> None:
+    changes, reason = REFUSALS[name]
+    refusal = FAMILIES[family].refuse(_work(**changes))
+    assert refusal is not None
+    assert reason in refusal
+    assert FAMILIES[family].refuse(_work()) is None
+
+
+def test_missing_flashinfer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abi, "why_missing", lambda: "FlashInfer is not installed.")
+    for family in ("fa2", "fa3"):
+        assert FAMILIES[family].refuse(_work()) == "FlashInfer is not installed."
+
+
+@pytest.mark.parametrize(
+    ("family", "work", "reason"),
+    [
+        ("fa2", _work(device=TURING), "compute capability 8.0 or later, and this one has 7.5"),
+        ("fa3", _work(device=A100), "compute capability 9.0, and this one has 8.0"),
+        ("fa3", _work(device=Device("cuda", (10, 0), 148)), "9.0, and this one has 10.0"),
+        ("fa3", _work(bucket=Bucket(64, 64, 64, 1)), "1 query rows a request, and below 128"),
+        ("fa3", _work(bucket=Bucket(64, 4096, 64)), "64 query rows a request, and below 128"),
+    ],
+)
+def test_each_kernel_names_what_it_is_not_for(family: str, work: Work, reason: str) -> None:
+    refusal = FAMILIES[family].refuse(work)
+    assert refusal is not None
+    assert reason in refusal
+
+
+def test_fa2_cannot_count_huge_pages() -> None:
+    work = _work()
+    assert work.cache is not None
+    huge = replace(work, cache=replace(work.cache, num_layers=1, num_pages=1, page_size=2**25))
+    refusal = FAMILIES["fa2"].refuse(huge)
+    assert refusal == "a page of 4294967296 elements is 2**32 or more, which it cannot count"
+    assert FAMILIES["fa3"].refuse(huge) is None
+
+
+def test_fa3_needs_keys_to_point_at() -> None:
+    work = replace(_work("tokens", bucket=Bucket(1, 256, 0)), cache=None)
+    refusal = FAMILIES["fa3"].refuse(work)
+    assert refusal is not None
+    assert "no rows of key and value" in refusal
+    assert FAMILIES["fa2"].refuse(work) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "bucket", "family"),
+    [
+        (HOPPER, Bucket(32, 32, 2048, 1), "fa2"),
+        (HOPPER, Bucket(8, 32, 2048, 4), "fa2"),
+        (HOPPER, Bucket(1, 16384, 2048), "fa3"),
+        (HOPPER, Bucket(8, 1024, 2048), "fa3"),
+        (HOPPER, Bucket(8, 1023, 2048), "fa2"),
+        (A100, Bucket(1, 16384, 2048), "fa2"),
+        (TURING, Bucket(32, 32, 2048, 1), "reference"),
+        (CPU, Bucket(32, 32, 2048, 1), "reference"),
+    ],
+)
+def test_dispatch_table(device: Device, bucket: Bucket, family: str) -> None:
+    """FA3 for prefill on Hopper, FA2 for the rest of what has a kernel, else the reference."""
+    assert choose(_work(device=device, bucket=bucket)).family == family

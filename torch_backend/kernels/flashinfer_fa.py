@@ -1,0 +1,123 @@
+"""What FlashInfer's FA2 and FA3 kernels share: refusals, and how a compiled module is called.
+
+Nothing here allocates device memory while it runs, so all calls can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm_ffi
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from interop.plan import Launch
+
+from . import flashinfer_abi as abi
+from .protocol import Work
+
+__all__ = ["Call", "load_early", "needs_capability", "ready", "refuse_any", "to_natural", "view"]
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("float16", "bfloat16")
+# FA2 counts elements of query, key and value, and the stride of a page, in 32 unsigned bits.
+MAX_ELEMENTS = 2**32
+
+LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A launch made ready: the compiled function, and the arguments that are no tensors."""
+
+    function: Any
+    plan_info: Any
+    options: tuple[Any, ...]
+
+
+def _module_key(backend: str, launch: Launch, dtype: str) -> abi.ModuleKey:
+    spec = launch.spec
+    return abi.ModuleKey(
+        backend,
+        dtype,
+        spec.head_dim,
+        window=spec.window_left >= 0,
+        soft_cap=spec.logits_soft_cap is not None,
+    )
+
+
+def ready(backend: str, launch: Launch, plan_info: tuple[int, ...], pdl: bool) -> Call:
+    """Load the module of a launch and arrange what does not change from call to call."""
+    spec, pages = launch.spec, launch.source == "pages"
+    dtype = spec.dtype if launch.cache is None else launch.cache.dtype
+    assert dtype is not None
+    module = abi.load(_module_key(backend, launch, dtype))
+    function = "paged_run" if pages else "ragged_run"
+    names = abi.SIGNATURES[backend][function]
+    values = {
+        "mask_mode_code": abi.MASK_MODES[spec.causal],
+        # Rows of a call are token-major, whatever the cache is.
+        "layout": abi.LAYOUTS[launch.cache.layout if launch.cache and pages else "NHD"],
+        "window_left": spec.window_left,
+        "enable_pdl": pdl,
+        "logits_soft_cap": spec.logits_soft_cap or 0.0,
+        "sm_scale": spec.sm_scale,
+    }
+    options = abi.arrange(names[names.index("maybe_lse") + 1 :], values)
+    return Call(getattr(module, function), tvm_ffi.convert(list(plan_info)), options)
+
+
+def view(buffer: Any) -> Tensor:
+    """A buffer of a call as a torch tensor, without any synchronisation of streams."""
+    return buffer if isinstance(buffer, Tensor) else from_dlpack(buffer.__dlpack__())
+
+
+def to_natural(lse: Any) -> None:
+    """Turn logarithms of base 2, which these kernels write, into natural ones, in place."""
+    if lse is not None:
+        view(lse).mul_(LN2)
+
+
+def load_early(backend: str, work: Work, launch: Launch) -> None:
+    """Compile and load while a plan is made, not inside a custom call or a graph's recording."""
+    if torch.cuda.is_available():
+        abi.load(_module_key(backend, launch, work.query_dtype))
+
+
+def refuse_any(work: Work) -> str | None:
+    """What neither FA2 nor FA3 does."""
+    spec, bucket = work.spec, work.bucket
+    if work.device.kind != "cuda":
+        return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
+    if (missing := abi.why_missing()) is not None:
+        return missing
+    if work.query_dtype not in DTYPES:
+        return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
+    if spec.head_dim not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return f"it is compiled for head_dim {dims}, not for {spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        return (
+            f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
+            f"head_dim = {spec.head_dim}"
+        )
+    if spec.sm_scale < 0:
+        return f"it looks for the largest logit before it scales, and sm_scale is {spec.sm_scale}"
+    if bucket.num_tokens == 0:
+        return "there are no query rows to launch it for"
+    rows = max(bucket.num_tokens, bucket.num_pages if work.source == "tokens" else 0)
+    if rows * spec.num_qo_heads * spec.head_dim >= MAX_ELEMENTS:
+        return (
+            f"{rows} rows of {spec.num_qo_heads} heads x {spec.head_dim} are 2**32 elements or "
+            "more, which it cannot count"
+        )
+    return None
+
+
+def needs_capability(work: Work, wanted: str) -> str:
+    """Why a device of another compute capability than `wanted` is refused."""
+    major, minor = work.device.capability
+    return f"it needs a GPU of compute capability {wanted}, and this one has {major}.{minor}"

@@ -1,0 +1,234 @@
+"""FlashInfer's FA2 kernels on this library's schedules.
+
+They pack the query heads that share a key head into one tile and split long requests among thread
+blocks: they serve decode and short queries, and all else on cards that FA3 does not run on. A
+plan's integers are static for a bucket, so they travel as constants of the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from interop.plan import Launch
+from interop.schedule import (
+    FA2Shape,
+    choose_chunk,
+    cta_tile_q,
+    fa2_shape,
+    flashinfer_chunk_pages,
+    plan_fa2,
+)
+
+from .flashinfer_fa import (
+    MAX_ELEMENTS,
+    Call,
+    load_early,
+    needs_capability,
+    ready,
+    refuse_any,
+    to_natural,
+)
+from .protocol import Decision, IntArray, Lengths, Operands, Work
+
+__all__ = ["FA2Family", "FlashInferPlannedFamily"]
+
+FA2_LEAST_CAPABILITY = (8, 0)
+
+# The card can launch the next kernel while this one ends (programmatic dependent launch).
+PDL_LEAST_CAPABILITY = (9, 0)
+
+NEVER_SPLIT, SPLIT = 0, 1
+
+
+class FA2Family:
+    """FlashInfer's FA2 kernels on the balanced schedule of `interop.schedule`."""
+
+    name = "fa2"
+    recordable = True
+
+    def fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.fields`."""
+        if source == "pages":
+            return ("qo_indptr", "kv_indptr", "page_indices", "kv_last_page_len", "fa2_schedule")
+        return ("qo_indptr", "fa2_own_kv_indptr", "fa2_own_schedule")
+
+    def refuse(self, work: Work) -> str | None:
+        """See `KernelFamily.refuse`."""
+        if (reason := refuse_any(work)) is not None:
+            return reason
+        if work.device.capability < FA2_LEAST_CAPABILITY:
+            return needs_capability(work, "8.0 or later")
+        if work.source == "pages":
+            assert work.cache is not None
+            stride = work.cache.page_size * work.cache.num_kv_heads * work.cache.head_dim
+            if stride >= MAX_ELEMENTS:
+                return f"a page of {stride} elements is 2**32 or more, which it cannot count"
+        return None
+
+    def decide(self, work: Work, lengths: Lengths) -> Decision:
+        """See `KernelFamily.decide`: the variant says whether to split, the detail how finely."""
+        choice = choose_chunk(self._shape(work, SPLIT), lengths.query_lens, lengths.kv_units)
+        return Decision(SPLIT if choice.split else NEVER_SPLIT, choice.pages)
+
+    def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
+        """See `KernelFamily.shape`."""
+        shape = self._shape(work, variant)
+        launch = Launch(
+            family=self.name,
+            source=work.source,
+            spec=work.spec,
+            cache=work.cache,
+            constants=(*shape.plan_info, int(work.device.capability >= PDL_LEAST_CAPABILITY)),
+            scratch_bytes=shape.scratch_bytes,
+        )
+        load_early("fa2", work, launch)
+        if work.source == "pages":
+            return launch, {"fa2_schedule": shape.schedule_words}
+        sizes = {
+            "fa2_own_kv_indptr": work.num_requests + 1,
+            "fa2_own_schedule": shape.schedule_words,
+        }
+        return launch, sizes
+
+    def write(
+        self,
+        work: Work,
+        launch: Launch,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
+    ) -> None:
+        """See `KernelFamily.write`."""
+        schedule = "fa2_schedule"
+        if work.source == "tokens":
+            # Where each request's keys are among the rows; the kernel reads their number from it.
+            fields["fa2_own_kv_indptr"][:] = lengths.kv_indptr
+            schedule = "fa2_own_schedule"
+        plan_fa2(
+            self._shape(work, decision.variant),
+            lengths.query_lens,
+            lengths.kv_units,
+            kv_chunk_pages=decision.detail,
+            out=fields[schedule],
+        )
+
+    def run(self, launch: Launch, operands: Operands) -> None:
+        """See `KernelFamily.run`."""
+        call = _ready_fa2(launch)
+        metadata = operands.metadata
+        # Without splitting nothing is written there, but the kernel asks it for the device.
+        scratch = operands.out if operands.scratch is None else operands.scratch
+        if launch.source == "pages":
+            call.function(
+                scratch,
+                metadata["fa2_schedule"],
+                call.plan_info,
+                operands.query,
+                operands.key,
+                operands.value,
+                metadata["qo_indptr"],
+                metadata["kv_indptr"],
+                metadata["page_indices"],
+                metadata["kv_last_page_len"],
+                operands.out,
+                operands.lse,
+                *call.options,
+            )
+        else:
+            call.function(
+                scratch,
+                metadata["fa2_own_schedule"],
+                call.plan_info,
+                operands.query,
+                operands.key,
+                operands.value,
+                metadata["qo_indptr"],
+                metadata["fa2_own_kv_indptr"],
+                operands.out,
+                operands.lse,
+                *call.options,
+            )
+        to_natural(operands.lse)
+
+    def _shape(self, work: Work, variant: int) -> FA2Shape:
+        return _balanced_shape(work, variant == SPLIT)
+
+
+class FlashInferPlannedFamily(FA2Family):
+    """FA2 on the schedule that FlashInfer's planner would make, to compare with.
+
+    Chunk size and capacity follow its rules, and so do plan integers and schedule, bit for bit.
+    """
+
+    name = "fa2_flashinfer"
+
+    def decide(self, work: Work, lengths: Lengths) -> Decision:
+        """See `KernelFamily.decide`: in graph mode it always splits."""
+        shape = self._shape(work, SPLIT)
+        pages = flashinfer_chunk_pages(shape, lengths.query_lens, lengths.kv_units)
+        return Decision(SPLIT, pages)
+
+    def _shape(self, work: Work, variant: int) -> FA2Shape:
+        return _flashinfer_shape(work)
+
+
+@lru_cache(maxsize=4096)
+def _ready_fa2(launch: Launch) -> Call:
+    return ready("fa2", launch, launch.constants[:-1], bool(launch.constants[-1]))
+
+
+def _page_size(work: Work) -> int:
+    if work.source == "tokens":
+        return 1
+    assert work.cache is not None
+    return work.cache.page_size
+
+
+@lru_cache(maxsize=4096)
+def _balanced_shape(work: Work, split: bool) -> FA2Shape:
+    """Shape for `interop.schedule`'s own chunks, with room for the request that is padding."""
+    spec, bucket = work.spec, work.bucket
+    shape = fa2_shape(
+        num_requests=work.num_requests,
+        num_rows=bucket.num_tokens,
+        max_query_len=bucket.max_query_len,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_v=spec.head_dim_v,
+        page_size=_page_size(work),
+        num_sms=work.device.num_sms,
+        split=split,
+        window_left=spec.window_left,
+    )
+    if work.num_requests == bucket.num_requests:
+        return shape
+    # The padding request may be longer than max_query_len: it can have all rows that the others
+    # need not have, or fewer and then the others have more tiles.
+    tile, group, rows = shape.cta_tile_q, shape.group_size, bucket.num_tokens
+    tiles_of_one = -(-bucket.max_query_len * group // tile)
+    requests = min(bucket.num_requests, rows)
+    padding = -(-(rows - requests) * group // tile)
+    extra = max(requests * tiles_of_one + padding - min(work.num_requests, rows) * tiles_of_one, 0)
+    return replace(shape, capacity=shape.capacity + extra)
+
+
+@lru_cache(maxsize=4096)
+def _flashinfer_shape(work: Work) -> FA2Shape:
+    """Shape by the rules of FlashInfer's planner in graph mode."""
+    spec, rows, requests = work.spec, work.bucket.num_tokens, work.num_requests
+    tile = cta_tile_q(max(rows - requests + 1, 1) * spec.group_size, spec.head_dim_v)
+    tiles = -(-rows * spec.group_size // tile) + requests - 1
+    return FA2Shape(
+        num_requests=requests,
+        num_rows=rows,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_v=spec.head_dim_v,
+        page_size=_page_size(work),
+        num_sms=work.device.num_sms,
+        cta_tile_q=tile,
+        capacity=max(2 * work.device.num_sms // spec.num_kv_heads, tiles),
+        window_left=spec.window_left,
+    )
