@@ -112,7 +112,7 @@ def _family(cache: PagedKVCache, batches: _Batches) -> str:
     plan = torch_backend.plan(
         SPEC, cache.spec, batches.next(), bucket=batches.bucket, device=cache.device
     )
-    return plan.static.main.family
+    return plan.static.main[0].family
 
 
 def _graph_with_new_plans(
@@ -251,7 +251,7 @@ def _bandwidth_of(run: Run, requests: int, context: int, limit: float) -> None:
     with run.attempt("PyTorch graph", shape):
         plan = torch_backend.plan(SPEC, cache.spec, batch, bucket=bucket, device=cache.device)
         graph = GraphStep(lambda: torch_layers(query, cache, plan, layers), plan)
-        add("PyTorch graph", time_torch(run, graph), family=plan.static.main.family)
+        add("PyTorch graph", time_torch(run, graph), family=plan.static.main[0].family)
     with run.attempt("JAX unrolled", shape):
         jax_query = to_jax_query(query)
         jax_plan = jax_frontend.plan(SPEC, cache.spec, batch, bucket=bucket)

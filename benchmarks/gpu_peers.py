@@ -57,7 +57,7 @@ def _side_by_side(
     expected: jax.Array | None = None
     with run.attempt(OURS, shape):
         timing = time_jax(run, lambda: ours(query, kv, plan)[0])
-        add(OURS, timing, setting="", family=plan.static.main.family)
+        add(OURS, timing, setting="", family=plan.static.main[0].family)
         expected = ours(query, kv, plan)[0].astype(jnp.float32)
 
     tables = peers.tables(batch)

@@ -78,7 +78,7 @@ def _prefill_of(run: Run, requests: int, length: int, shape: dict[str, Any]) -> 
     with run.attempt("through pages", shape):
         plan, jax_plan = plans(bucket_of(batch))
         timing = time_torch(run, lambda: torch_layers(query, cache, plan, LAYERS))
-        add("through pages, PyTorch", timing, family=plan.static.main.family)
+        add("through pages, PyTorch", timing, family=plan.static.main[0].family)
         through_pages = _chain(
             lambda x, kv, plan, layer: (jax_frontend.attend(x, kv, plan, layer), kv)
         )
@@ -166,7 +166,7 @@ def _own_rows(
             x = torch_backend.ragged_attention(x, key, value, plan)  # type: ignore[assignment]
         return x
 
-    add("own rows alone, PyTorch", time_torch(run, step), family=plan.static.main.family)
+    add("own rows alone, PyTorch", time_torch(run, step), family=plan.static.main[0].family)
     jax_plan = jax_frontend.plan(spec, None, batch, bucket=bucket)
     program = _chain(
         lambda x, kv, plan, layer, key, value: (
@@ -209,7 +209,7 @@ def _mix(
 
     def add(case: str, body: Callable[[], Any], *plans: AttentionPlan[torch.Tensor]) -> None:
         timing = time_torch(run, GraphStep(body))
-        families = [plan.static.main.family for plan in plans]
+        families = [plan.static.main[0].family for plan in plans]
         run.add(case, shape, timing.scaled(1e6 / LAYERS), "us/layer", families=families)
 
     with run.attempt("one launch", shape):

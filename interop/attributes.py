@@ -39,12 +39,15 @@ class Call:
         Layer of the pools; -1 where the page or slot numbers have the layer added already.
     lse
         Whether there is a result for the LSE.
+    continues
+        Whether output and LSE are operands, too: rows that an earlier launch of the plan wrote.
     """
 
     launch: Launch
     cache: str
     layer: int
     lse: bool
+    continues: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -68,6 +71,7 @@ def encode(call: Call) -> dict[str, str]:
             call.cache,
             call.layer,
             call.lse,
+            call.continues,
         ],
         separators=(",", ":"),
     )
@@ -81,7 +85,7 @@ def encode(call: Call) -> dict[str, str]:
 @lru_cache(maxsize=4096)
 def decode(text: str) -> Call:
     """Read a call back from the values of `ATTRIBUTES`, joined in their order."""
-    family, source, spec, cache, constants, scratch_bytes, name, layer, lse = json.loads(text)
+    family, source, spec, cache, constants, scratch_bytes, *rest = json.loads(text)
     names = [field.name for field in fields(AttentionSpec)]
     launch = Launch(
         family=family,
@@ -91,4 +95,4 @@ def decode(text: str) -> Call:
         constants=tuple(constants),
         scratch_bytes=scratch_bytes,
     )
-    return Call(launch, name, layer, lse)
+    return Call(launch, *rest)

@@ -102,7 +102,8 @@ class PlanStatic:
     layout
         Places of the metadata fields.
     main
-        The launch that attends through the cache (without a cache, over the call's rows).
+        The launches that attend through the cache (without a cache, over the call's rows), one
+        after another; each writes the output rows of its own requests.
     own
         The launch that attends over this step's own keys and values instead, where every request of
         the bucket starts without context; else `None`.
@@ -113,7 +114,7 @@ class PlanStatic:
     query_dtype: str
     bucket: Bucket
     layout: MetadataLayout
-    main: Launch
+    main: tuple[Launch, ...]
     own: Launch | None
 
     @property
@@ -169,7 +170,7 @@ def _from_json(text: str) -> PlanStatic:
         query_dtype=raw["query_dtype"],
         bucket=Bucket(**raw["bucket"]),
         layout=MetadataLayout(_tuples(raw["layout"]["fields"])),
-        main=launch(raw["main"]),
+        main=tuple(launch(item) for item in raw["main"]),
         own=None if raw["own"] is None else launch(raw["own"]),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +18,7 @@ from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
 from torch_backend.kernels import FAMILIES
 
-from .cache import CacheArrays, CacheHandle
+from .cache import CacheArrays, CacheHandle, handle_in_program, owned_token
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
@@ -114,9 +116,9 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     if isinstance(cache, CacheHandle):
         call = Call(launch, cache.name, number, False)
         token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
-        operands = (key, value, slots, cache.token)
+        operands = (key, value, slots, owned_token(cache))
         (after,) = foreign_call("isthmus_append", call, operands, (token,))
-        return CacheHandle(after, cache.name, shape)
+        return handle_in_program(cache, after)
     call = Call(launch, "", number, False)
     results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]
     k, v = foreign_call(
@@ -147,7 +149,7 @@ def paged_attention(
     query, key, value = guard("paged_attention", query, key, value)
     cache = append(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        out, lse, _ = _own(query, key, value, plan, return_lse)
+        out, lse = _own(query, key, value, plan, return_lse)
     else:
         out, lse, cache = _attend(query, cache, plan, layer, return_lse, True)
     return (out, lse, cache) if return_lse else (out, cache)
@@ -170,17 +172,20 @@ def ragged_attention(
         )
     _check_rows("query", query, plan.static.query_shape, plan)
     _check_key_value(key, value, plan)
-    out, lse, _ = _own(query, key, value, plan, return_lse)
+    out, lse = _own(query, key, value, plan, return_lse)
     return (out, lse) if return_lse else out
 
 
 def _own(
     query: jax.Array, key: jax.Array, value: jax.Array, plan: Plan, lse: bool
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Attention over the rows of the call."""
-    launch = plan.static.own or plan.static.main
-    fields = plan.static.layout.views(_owned(plan))
-    return _call(plan.static, Call(launch, "", 0, lse), (query, key, value), fields)
+    static = plan.static
+    launches = static.main if static.own is None else (static.own,)
+    fields = static.layout.views(_owned(plan))
+    calls = [Call(launch, "", 0, lse) for launch in launches]
+    out, log, _ = _launch(static, calls, (query, key, value), fields)
+    return out, log
 
 
 def _attend(
@@ -193,39 +198,46 @@ def _attend(
     if offset is not None:
         fields["page_indices"] += offset
     if isinstance(cache, CacheHandle):
-        call = Call(static.main, cache.name, number, lse)
-        token = cache.token if hand_on else None
-        out, log, after = _call(static, call, (query, cache.token), fields, token)
-        return out, log, cache if after is None else CacheHandle(after, cache.name, shape)
-    call = Call(static.main, "", number, lse)
-    out, log, _ = _call(static, call, (query, cache.k, cache.v), fields)
+        token = owned_token(cache)
+        calls = [Call(launch, cache.name, number, lse) for launch in static.main]
+        out, log, after = _launch(static, calls, (query, token), fields, token if hand_on else None)
+        return out, log, cache if after is None else handle_in_program(cache, after)
+    calls = [Call(launch, "", number, lse) for launch in static.main]
+    out, log, _ = _launch(static, calls, (query, cache.k, cache.v), fields)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
 
 
-def _call(
+def _launch(
     static: PlanStatic,
-    call: Call,
+    calls: Sequence[Call],
     operands: tuple[jax.Array, ...],
     fields: dict[str, jax.Array],
     token: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Output, LSE if asked for, and the token if one is handed on."""
-    launch, family = call.launch, FAMILIES[call.launch.family]
-    results = [jax.ShapeDtypeStruct(static.out_shape, static.query_dtype)]
-    if call.lse:
-        results.append(jax.ShapeDtypeStruct(static.out_shape[:2], jnp.float32))
-    if launch.scratch_bytes:
-        results.append(jax.ShapeDtypeStruct((launch.scratch_bytes,), jnp.uint8))
-    if token is not None:
-        results.append(jax.ShapeDtypeStruct(token.shape, token.dtype))
-    made = foreign_call(
-        "isthmus_attend" if family.recordable else "isthmus_attend_waiting",
-        call,
-        (*operands, *(fields[name] for name in family.fields(launch.source))),
-        results,
-    )
-    return made[0], made[1] if call.lse else None, None if token is None else made[-1]
+    """Run launches one after another: output, LSE if asked for, the token if one is handed on."""
+    written: tuple[jax.Array, ...] = ()
+    for number, call in enumerate(calls):
+        launch, family = call.launch, FAMILIES[call.launch.family]
+        results = [jax.ShapeDtypeStruct(static.out_shape, static.query_dtype)]
+        if call.lse:
+            results.append(jax.ShapeDtypeStruct(static.out_shape[:2], jnp.float32))
+        rows = len(results)
+        if launch.scratch_bytes:
+            results.append(jax.ShapeDtypeStruct((launch.scratch_bytes,), jnp.uint8))
+        if token is not None and call is calls[-1]:
+            results.append(jax.ShapeDtypeStruct(token.shape, token.dtype))
+        given = (*operands, *(fields[name] for name in family.fields(launch.source)))
+        made = foreign_call(
+            "isthmus_attend" if family.recordable else "isthmus_attend_waiting",
+            replace(call, continues=number > 0),
+            (*given, *written),
+            results,
+            # Each launch writes rows of its own requests and leaves the others as they are.
+            aliases={len(given) + i: i for i in range(len(written))},
+        )
+        written = made[:rows]
+    return written[0], written[1] if calls[0].lse else None, None if token is None else made[-1]
 
 
 def _owned(plan: Plan) -> jax.Array:

@@ -16,7 +16,7 @@ does always.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import jax
@@ -57,6 +57,7 @@ class CacheHandle:
     token: jax.Array
     name: str
     spec: CacheSpec
+    _in_program: bool = field(default=False, init=False, repr=False, compare=False)
 
 
 @final
@@ -75,6 +76,37 @@ class CacheArrays:
     k: jax.Array
     v: jax.Array
     spec: CacheSpec
+
+
+def owned_token(cache: CacheHandle) -> jax.Array:
+    """Token in memory of the program's own, for a recorded call to take.
+
+    What crosses a program's edge moves from step to step, and a recorded call whose operands move
+    has to be recorded again. A token is 0 or more, so the maximum changes nothing on the CPU, where
+    its value counts, and XLA, which does not know that, makes a result of it.
+    """
+    return cache.token if cache._in_program else jnp.maximum(cache.token, 0)
+
+
+def handle_in_program(cache: CacheHandle, token: jax.Array) -> CacheHandle:
+    """Return the handle with the token that a call of this program made."""
+    handle = CacheHandle(token, cache.name, cache.spec)
+    object.__setattr__(handle, "_in_program", True)
+    return handle
+
+
+def flatten_handle(handle: CacheHandle) -> tuple[tuple[jax.Array], tuple[str, CacheSpec]]:
+    """Leaves and static part, as JAX asks for at a program's edges (and at a loop's).
+
+    There a token that a call made goes through an operation, too: see `owned_token`.
+    """
+    token = jnp.maximum(handle.token, 0) if handle._in_program else handle.token
+    return (token,), (handle.name, handle.spec)
+
+
+def unflatten_handle(static: tuple[str, CacheSpec], leaves: Sequence[jax.Array]) -> CacheHandle:
+    """Undo `flatten_handle`."""
+    return CacheHandle(leaves[0], *static)
 
 
 CACHE_NAME_BYTES = 64

@@ -36,7 +36,7 @@ def _pass_on(token: Any, result: Any) -> None:
 
 
 def _attend(call: Call, buffers: Sequence[Any]) -> None:
-    """Operands: query; token, or keys and values; metadata. Results: out, lse, scratch, token."""
+    """Run a launch; `buffers` are what `jax_frontend.attention` hands on, in its order."""
     launch = call.launch
     with xla_stream(buffers[0]):
         rest = iter(buffers)
@@ -50,6 +50,11 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
                 assert launch.cache is not None
                 key, value = layer_pools(as_torch(key), as_torch(value), launch.cache, call.layer)
         metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
+        if call.continues:
+            # Operands at the addresses of the results, for XLA to keep what they hold.
+            next(rest)
+            if call.lse:
+                next(rest)
         out = next(rest)
         lse = next(rest) if call.lse else None
         scratch = next(rest) if launch.scratch_bytes else None

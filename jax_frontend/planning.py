@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from interop.batch import Bucket, RaggedBatch
+from interop.dlpack import to_jax
 from interop.errors import DeviceError
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
 from torch_backend.planning import check_cache_spec, host_plan
+from torch_backend.planning import plan as core_plan
 
 __all__ = ["plan"]
 
@@ -58,6 +60,18 @@ def plan(
             given=f"{first.platform} (JAX's default device, where none is passed)",
             wanted=f"a {cache_spec.device} device, where the cache lies",
         )
+    if kind == "cuda" and isinstance(target, jax.Device):
+        core = core_plan(
+            spec,
+            cache_spec,
+            batch,
+            bucket=bucket,
+            device=torch.device("cuda", target.local_hardware_id),
+            fallback=fallback,
+        )
+        # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
+        # the steps would move about, and recorded launches would have to be recorded again.
+        return AttentionPlan(core.static, to_jax(core.metadata))
     facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
     static, buffer = host_plan(
         spec, cache_spec, batch, bucket, facts, fallback, lambda words: np.empty(words, np.int32)

@@ -11,13 +11,12 @@ import jax
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import CacheSpec
 
-from .cache import CacheArrays, CacheHandle
+from .cache import CacheArrays, CacheHandle, flatten_handle, unflatten_handle
 
 __all__: list[str] = []
 
 
-def _register(kind: type, leaves: list[str], static: list[str], write: Any, read: Any) -> None:
-    jax.tree_util.register_dataclass(kind, data_fields=leaves, meta_fields=static)
+def _serialize(kind: type, write: Any, read: Any) -> None:
     jax.export.register_pytree_node_serialization(
         kind,
         serialized_name=f"isthmus.{kind.__name__}",
@@ -34,24 +33,19 @@ def _read_spec(data: bytes) -> CacheSpec:
     return CacheSpec(**json.loads(data))
 
 
-_register(
+jax.tree_util.register_dataclass(AttentionPlan, data_fields=["metadata"], meta_fields=["static"])
+_serialize(
     AttentionPlan,
-    ["metadata"],
-    ["static"],
     lambda aux: aux[0].to_json().encode(),
     lambda data: (PlanStatic.from_json(bytes(data).decode()),),
 )
-_register(
+
+jax.tree_util.register_pytree_node(CacheHandle, flatten_handle, unflatten_handle)
+_serialize(
     CacheHandle,
-    ["token"],
-    ["name", "spec"],
     lambda aux: json.dumps([aux[0], asdict(aux[1])]).encode(),
     lambda data: (json.loads(data)[0], CacheSpec(**json.loads(data)[1])),
 )
-_register(
-    CacheArrays,
-    ["k", "v"],
-    ["spec"],
-    lambda aux: _write_spec(aux[0]),
-    lambda data: (_read_spec(data),),
-)
+
+jax.tree_util.register_dataclass(CacheArrays, data_fields=["k", "v"], meta_fields=["spec"])
+_serialize(CacheArrays, lambda aux: _write_spec(aux[0]), lambda data: (_read_spec(data),))

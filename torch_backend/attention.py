@@ -174,7 +174,7 @@ def paged_attention(
     _check_rows("query", query, plan.static.query_shape, plan)
     append(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        return _launch(query, key, value, plan, plan.static.own, return_lse)
+        return _launch(query, key, value, plan, (plan.static.own,), return_lse)
     return attend(query, cache, plan, layer, return_lse=return_lse)
 
 
@@ -244,7 +244,7 @@ def _launch(
     key: Tensor,
     value: Tensor,
     plan: AttentionPlan[Tensor],
-    launch: Launch,
+    launches: tuple[Launch, ...],
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     static = plan.static
@@ -253,10 +253,13 @@ def _launch(
     if return_lse:
         lse = torch.empty(static.out_shape[:2], dtype=torch.float32, device=query.device)
     scratch = None
-    if launch.scratch_bytes:
-        scratch = torch.empty(launch.scratch_bytes, dtype=torch.uint8, device=query.device)
+    scratch_bytes = max(launch.scratch_bytes for launch in launches)
+    if scratch_bytes:
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=query.device)
     if static.bucket.num_tokens:
-        run(launch, Operands(query, key, value, plan.views, out, lse, scratch))
+        operands = Operands(query, key, value, plan.views, out, lse, scratch)
+        for launch in launches:
+            run(launch, operands)
     return out if lse is None else (out, lse)
 
 

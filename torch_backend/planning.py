@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -87,29 +88,49 @@ def host_plan(
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
     served = serve(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
-    lengths = [_lengths(batch, pages.counts, pages.indptr, rows, bucket.num_tokens)]
-    if len(served.parts) > 1:
+    whole = _lengths(batch, pages.counts, pages.indptr, rows, bucket.num_tokens)
+    decodes = _leading_decodes(batch) if served.mixed is not None else 0
+    parts = served.parts(decodes > 0)
+    lengths = _split(whole, decodes) if decodes else [whole]
+    if served.own is not None:
         # Over its own rows a request has as many keys as queries.
         own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, bucket.num_tokens)
         lengths.append(own)
-    decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(served.parts)]
-    static = served.static(tuple(decision.variant for decision in decisions))
+    decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(parts)]
+    static = served.static(decodes > 0, tuple(decision.variant for decision in decisions))
 
     buffer = new_buffer(static.layout.words)
     fields = static.layout.views(buffer)
-    fields["qo_indptr"][:] = lengths[0].qo_indptr
-    fields["kv_indptr"][:] = lengths[0].kv_indptr
-    fields["kv_lens"][:] = lengths[0].kv_lens
+    fields["qo_indptr"][:] = whole.qo_indptr
+    fields["kv_indptr"][:] = whole.kv_indptr
+    fields["kv_lens"][:] = whole.kv_lens
     if cache_spec is not None:
         _fill(fields["kv_last_page_len"], pages.last_lens)
         _fill(fields["slot_mapping"], slots, pad=-1)
         _fill(fields["page_indices"], indices)
-    launches = (static.main, static.own)
-    for i, (work, family) in enumerate(served.parts):
-        launch = launches[i]
-        assert launch is not None
-        family.write(work, launch, lengths[i], decisions[i], fields)
+    launches = static.main if static.own is None else (*static.main, static.own)
+    for i, (work, family) in enumerate(parts):
+        family.write(work, launches[i], lengths[i], decisions[i], fields)
     return static, buffer
+
+
+def _leading_decodes(batch: RaggedBatch) -> int:
+    """How many requests before the first with several query rows; 0 if there is none such."""
+    return int((batch.query_lens > 1).argmax()) if batch.max_query_len > 1 else 0
+
+
+def _split(whole: Lengths, decodes: int) -> list[Lengths]:
+    """Lengths for a launch over the leading decodes, and for one over the rest."""
+    left = Lengths(
+        whole.query_lens[:decodes],
+        whole.kv_lens[:decodes],
+        whole.kv_units[:decodes],
+        whole.qo_indptr[: decodes + 1],
+        whole.kv_indptr[: decodes + 1],
+    )
+    rest = whole.query_lens.copy()
+    rest[:decodes] = 0
+    return [left, replace(whole, query_lens=rest, first=decodes)]
 
 
 def _lengths(

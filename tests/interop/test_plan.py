@@ -47,7 +47,7 @@ def statics() -> dict[str, PlanStatic]:
         "features": torch_backend.plan(features, cache, BATCH).static,
         "own rows": torch_backend.plan(SPEC, cache, first, bucket=promise).static,
         "no cache": torch_backend.plan(features, None, RaggedBatch([3], [3])).static,
-        "schedule": replace(mixed, main=scheduled),
+        "schedule": replace(mixed, main=(scheduled,)),
     }
 
 
@@ -57,7 +57,7 @@ def test_json_keeps_everything(name: str) -> None:
     back = PlanStatic.from_json(static.to_json())
     assert back == static
     assert hash(back) == hash(static)
-    assert back.main.constants == static.main.constants
+    assert back.main[0].constants == static.main[0].constants
 
 
 def test_steps_of_one_bucket_have_equal_static_parts() -> None:
@@ -75,8 +75,8 @@ CHANGES: dict[str, Callable[[PlanStatic], Any]] = {
     "query_dtype": lambda static: "float16",
     "bucket": lambda static: replace(static.bucket, num_pages=17),
     "layout": lambda static: MetadataLayout((*static.layout.fields, ("more", 999, 1))),
-    "main": lambda static: replace(static.main, constants=(1,)),
-    "own": lambda static: static.main,
+    "main": lambda static: (replace(static.main[0], constants=(1,)),),
+    "own": lambda static: static.main[0],
 }
 
 

@@ -98,7 +98,7 @@ def test_the_core_is_asked_for_what_was_planned(spy: Spy, owned: PagedKVCache) -
     plan = jax_frontend.plan(SPEC, kv.spec, BATCH)
     jax.block_until_ready(step(*jax_rows(2), kv, plan, layer=0))
     # Numbers and text, floats to their last bit, came through XLA's attributes and back.
-    assert spy.launches == [plan.static.main]
+    assert spy.launches == list(plan.static.main)
 
 
 def test_a_call_says_completely_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_call_says_completely_what_it_does(monkeypatch: pytest.MonkeyPatch) ->
     step.lower(*jax_rows(2), kv, plan, layer=1).as_text()
     write, read = seen
     assert (write.launch.family, write.cache, write.layer, write.lse) == ("append", "", 1, False)
-    assert read == Call(plan.static.main, "", 1, True)
+    assert read == Call(plan.static.main[0], "", 1, True)
 
 
 def test_donated_pools_are_updated_where_they_lie(spy: Spy) -> None:

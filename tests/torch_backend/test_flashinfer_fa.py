@@ -97,7 +97,7 @@ def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = Fa
     """Buffers of a call, as torch tensors or as a custom call gets them."""
     dtype = getattr(torch, static.query_dtype)
     spec, cache, bucket = static.spec, static.cache, static.bucket
-    launch = static.main if source == static.main.source else static.own
+    launch = static.main[0] if source == static.main[0].source else static.own
     assert launch is not None
     if source == "pages":
         assert cache is not None
@@ -162,7 +162,7 @@ def test_fa2_over_pages(modules: Any, family: str, bridge: bool) -> None:
     """Every buffer is handed on as it came, in its place."""
     static, fields = _plan(family, MIXED)
     operands = _operands(static, "pages", fields, bridge=bridge)
-    call = _run(static.main, operands, modules)
+    call = _run(static.main[0], operands, modules)
     assert list(modules) == [abi.ModuleKey("fa2", "float16", 64)]
     scratch = operands.scratch if operands.scratch is not None else operands.out
     handed = {
@@ -180,7 +180,7 @@ def test_fa2_over_pages(modules: Any, family: str, bridge: bool) -> None:
     }
     for name, buffer in handed.items():
         assert call[name] is buffer, name
-    assert tuple(call["plan_info_vec"]) == static.main.constants[:15]
+    assert tuple(call["plan_info_vec"]) == static.main[0].constants[:15]
     _options(call, enable_pdl=True, rope_rcp_scale=1.0, rope_rcp_theta=1.0)
     assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
 
@@ -206,7 +206,7 @@ def test_fa2_without_a_cache(modules: Any) -> None:
     spec = AttentionSpec(8, 2, 64, dtype="bfloat16", causal=False)
     static, fields = _plan("fa2", RaggedBatch([2, 1], [4, 9]), spec=spec, cache=None)
     operands = _operands(static, "tokens", fields)
-    call = _run(static.main, operands, modules)
+    call = _run(static.main[0], operands, modules)
     assert list(modules) == [abi.ModuleKey("fa2", "bfloat16", 64)]
     assert call["qo_indptr"].tolist() == [0, 2, 3]
     assert call["kv_indptr"].tolist() == [0, 4, 13]
@@ -218,7 +218,7 @@ def test_fa3_over_pages(modules: Any, bridge: bool) -> None:
     """Lengths and offsets are in the schedule, which stands in for arrays that nothing reads."""
     static, fields = _plan("fa3", MIXED)
     operands = _operands(static, "pages", fields, bridge=bridge)
-    call = _run(static.main, operands, modules)
+    call = _run(static.main[0], operands, modules)
     assert list(modules) == [abi.ModuleKey("fa3", "float16", 64)]
     schedule = operands.metadata["fa3_schedule"]
     handed = {
@@ -236,8 +236,8 @@ def test_fa3_over_pages(modules: Any, bridge: bool) -> None:
     }
     for name, buffer in handed.items():
         assert call[name] is buffer, name
-    assert tuple(call["plan_info_vec"]) == static.main.constants[:9]
-    assert static.main.scratch_bytes == 0
+    assert tuple(call["plan_info_vec"]) == static.main[0].constants[:9]
+    assert static.main[0].scratch_bytes == 0
     _options(call, scale_v_scalar=1.0)
     assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
 
@@ -275,7 +275,7 @@ def test_fa3_padding_without_a_cache_is_that_of_the_keys(modules: Any) -> None:
     static, fields = _plan("fa3", batch, spec=spec, cache=None, bucket=bucket)
     operands = _operands(static, "tokens", fields)
     operands.value[13:] = math.nan
-    call = _run(static.main, operands, modules)
+    call = _run(static.main[0], operands, modules)
     assert torch.equal(call["v"][:13], operands.value[:13])
     assert not call["v"][13:].any()
 
@@ -288,7 +288,7 @@ def test_features_reach_the_kernel(modules: Any, family: str) -> None:
     )
     cache = replace(CACHE, layout="HND")
     static, fields = _plan(family, MIXED, spec=spec, cache=cache)
-    call = _run(static.main, _operands(static, "pages", fields), modules)
+    call = _run(static.main[0], _operands(static, "pages", fields), modules)
     assert list(modules) == [abi.ModuleKey(family, "float16", 64, window=True, soft_cap=True)]
     _options(call, mask_mode_code=0, layout=1, window_left=4, logits_soft_cap=30.0, sm_scale=0.3)
     # Rows of a call are token-major whatever the cache is.
@@ -302,7 +302,7 @@ def test_no_lse_is_passed_on_as_none(modules: Any) -> None:
     for family in ("fa2", "fa3"):
         static, fields = _plan(family, MIXED)
         operands = replace(_operands(static, "pages", fields), lse=None)
-        FAMILIES[family].run(static.main, operands)
+        FAMILIES[family].run(static.main[0], operands)
     assert [module.paged_run.calls[0]["maybe_lse"] for module in modules.values()] == [None, None]
 
 
@@ -311,7 +311,7 @@ def test_launches_survive_as_attributes_and_as_json(family: str) -> None:
     """A compiled program holds them as numbers."""
     static, _ = _plan(family, FIRST, bucket=Bucket(4, 20, 30, without_context=True))
     assert PlanStatic.from_json(static.to_json()) == static
-    for launch in (static.main, static.own):
+    for launch in (static.main[0], static.own):
         assert launch is not None
         call = Call(launch, "", 0, True)
         attributes = encode(call)
@@ -389,15 +389,15 @@ def test_any_batch_of_a_bucket_fits_its_plan(
     cache = replace(CACHE, num_pages=128)
     static, fields = _plan(family, batch, spec=spec, cache=cache, bucket=bucket)
     if family == "fa3":
-        starts = [offset // 4 for offset in static.main.constants[:8]]
+        starts = [offset // 4 for offset in static.main[0].constants[:8]]
         schedule = fields["fa3_schedule"]
         count = int(schedule[starts[6] + 132])
         request, tile = (schedule[starts[i] :][:count].tolist() for i in (7, 0))
         tile_rows, copies = 192, spec.num_qo_heads
     else:
-        capacity, _, _, tile_rows, *starts = static.main.constants
+        capacity, _, _, tile_rows, *starts = static.main[0].constants
         schedule = fields["fa2_schedule"]
-        flags = schedule.view(torch.uint8)[static.main.constants[12] :][:capacity]
+        flags = schedule.view(torch.uint8)[static.main[0].constants[12] :][:capacity]
         count = int(flags.sum())
         request, tile = (schedule[starts[i] // 4 :][:count].tolist() for i in (0, 1))
         tile_rows, copies = tile_rows // group if tile_rows > group else tile_rows / group, 1
@@ -482,6 +482,16 @@ def test_fa2_cannot_count_huge_pages() -> None:
     refusal = FAMILIES["fa2"].refuse(huge)
     assert refusal == "a page of 4294967296 elements is 2**32 or more, which it cannot count"
     assert FAMILIES["fa3"].refuse(huge) is None
+
+
+@pytest.mark.parametrize(("rows", "variant"), [(1, fa2.SPLIT), (2**22, fa2.NEVER_SPLIT)])
+def test_fa2_does_not_split_what_it_could_not_merge(rows: int, variant: int) -> None:
+    """One request of one row and many keys is split, unless the bucket has too many rows."""
+    one, pages = np.ones(1, np.int32), np.full(1, 9000, np.int32)
+    lengths = Lengths(one, 4 * pages, pages, np.array([0, 1]), np.array([0, 9000]))
+    work = _work(bucket=Bucket(1, rows, 9000))
+    assert FAMILIES["fa2"].refuse(work) is None
+    assert FAMILIES["fa2"].decide(work, lengths).variant == variant
 
 
 def test_fa3_needs_keys_to_point_at() -> None:

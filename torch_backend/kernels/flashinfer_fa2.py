@@ -39,6 +39,9 @@ FA2_LEAST_CAPABILITY = (8, 0)
 # The card can launch the next kernel while this one ends (programmatic dependent launch).
 PDL_LEAST_CAPABILITY = (9, 0)
 
+# Partial results are counted in 31 bits, four bytes each.
+MAX_SCRATCH_BYTES = 4 * 2**31
+
 NEVER_SPLIT, SPLIT = 0, 1
 
 
@@ -69,8 +72,12 @@ class FA2Family:
 
     def decide(self, work: Work, lengths: Lengths) -> Decision:
         """See `KernelFamily.decide`: the variant says whether to split, the detail how finely."""
-        choice = choose_chunk(self._shape(work, SPLIT), lengths.query_lens, lengths.kv_units)
-        return Decision(SPLIT if choice.split else NEVER_SPLIT, choice.pages)
+        shape = self._shape(work, SPLIT)
+        choice = choose_chunk(shape, lengths.query_lens, lengths.kv_units)
+        # Merged rows are counted from the first request, so what comes after another launch's
+        # requests is not split.
+        split = choice.split and shape.scratch_bytes < MAX_SCRATCH_BYTES and not lengths.first
+        return Decision(SPLIT if split else NEVER_SPLIT, choice.pages)
 
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
         """See `KernelFamily.shape`."""

@@ -57,6 +57,9 @@ class FA3Family:
         if work.source == "tokens" and _value_rows(work) == 0:
             return "there are no rows of key and value for its copy engine to point at"
         mean = work.bucket.num_tokens / max(work.bucket.num_requests, 1)
+        if work.role == "prefills":
+            # How many of the requests are prefills is not known; how long one may be is.
+            mean = work.bucket.max_query_len
         if mean < FA3_LEAST_MEAN_QUERY_LEN:
             return (
                 f"the bucket has {mean:.3g} query rows a request, and below "
@@ -102,9 +105,9 @@ class FA3Family:
         field = fields["fa3_schedule" if work.source == "pages" else "fa3_own_schedule"]
         plan_fa3(
             shape,
-            lengths.qo_indptr,
-            lengths.kv_indptr[:-1],
-            lengths.kv_lens,
+            lengths.qo_indptr[lengths.first :],
+            lengths.kv_indptr[lengths.first : -1],
+            lengths.kv_lens[lengths.first :],
             out=field[: shape.schedule_words],
         )
         if field.size > shape.schedule_words:

@@ -60,6 +60,9 @@ class Work:
         Sizes of the step.
     source
         ``"pages"`` or ``"tokens"``; see `interop.plan.Launch`.
+    role
+        Which requests it is for: ``"all"``, or of a mixed batch ``"decodes"`` (up to one query row
+        each) or ``"prefills"``.
     """
 
     spec: AttentionSpec
@@ -69,6 +72,7 @@ class Work:
     num_requests: int
     bucket: Bucket
     source: str
+    role: str = "all"
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Lengths:
     kv_units
         ``[num_requests]`` pages, or tokens for source ``"tokens"``.
     qo_indptr, kv_indptr
-        ``[num_requests + 1]`` running sums of `query_lens` and `kv_units`.
+        ``[num_requests + 1]`` offsets of the requests' rows and units.
+    first
+        Requests before this one belong to another launch; their `query_lens` are 0 here.
     """
 
     query_lens: IntArray
@@ -91,6 +97,7 @@ class Lengths:
     kv_units: IntArray
     qo_indptr: IntArray
     kv_indptr: IntArray
+    first: int = 0
 
 
 class Decision(NamedTuple):

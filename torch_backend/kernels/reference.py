@@ -1,12 +1,17 @@
 """Attention in plain PyTorch, on any device: the family that every other one is measured by.
 
-Requests of similar length are worked on together: their pages are gathered into buffers of a fixed
-size, and the softmax runs over blocks of keys with a running maximum and sum (the "online softmax"
-of Milakov and Gimelshein, 2018). Extra memory is at most `EXTRA_BYTES`, whatever the batch, as long
-as one token's keys of all heads fit a buffer. Everything is accumulated in float32.
+Requests of similar length are worked on together, a block of their keys at a time: rows of the
+pages are gathered into a buffer of a bounded size, which all blocks of a call take turns with, and
+the softmax runs over the blocks with a running maximum and sum (the "online softmax" of Milakov and
+Gimelshein, 2018). Extra memory is at most `EXTRA_BYTES`, whatever the batch, as long as one token's
+keys of all heads fit the buffer. Everything is accumulated in float32.
 
-On a GPU the lengths are read back from the device, so this family waits there and cannot be
-recorded in a CUDA graph; dispatch says so when it falls back to it.
+What costs time on a CPU is memory that was never touched before, where every 4 KiB is a page fault,
+and small operations. So buffers are reused, and are no larger than the call needs; keys go straight
+from their pages to where the matrix product wants them; and index arithmetic is NumPy's.
+
+On a GPU the lengths and page indices are read back from the device, so this family waits there and
+cannot be recorded in a CUDA graph; dispatch says so when it falls back to it.
 """
 
 from __future__ import annotations
@@ -24,52 +29,95 @@ from torch import Tensor
 from interop.plan import Launch
 from interop.spec import AttentionSpec
 
-from ..writing import token_major
 from .protocol import Decision, IntArray, Lengths, Operands, Work
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
 
-HostArray = npt.NDArray[np.int32]
+HostArray = npt.NDArray[np.int64]
 
-# Elements of one gathered block (keys or values of all its requests and heads) and of its logits.
-BLOCK_ELEMENTS = 1 << 21
-LOGIT_ELEMENTS = 1 << 22
+# Elements of one gathered block: keys, then values, of all its requests and heads.
+BLOCK_ELEMENTS = 1 << 20
+LOGIT_ELEMENTS = 1 << 20
 # Elements of a block's query and output rows, over all its requests.
 ROW_ELEMENTS = 1 << 20
-# Gathered and widened keys and values; logits, their exponentials and masks; copies of rows on
-# their way in and out; float32 throughout.
-EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 4 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
+# The gathered block as it lies in the pages and widened, and its row indices; logits and masks;
+# copies of rows on their way in and out.
+EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 2 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
+# Where a running maximum starts: unlike -inf it can be subtracted from itself.
+LOWEST = torch.finfo(torch.float32).min
+
+
+class _Scratch:
+    """Buffers that the blocks of one call take turns with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return ``[*shape]`` of any content; whoever took `name` before must be done with it."""
+        count = math.prod(shape)
+        kept = self._kept.get((name, dtype))
+        if kept is None or kept.numel() < count:
+            self._kept.pop((name, dtype), None)
+            kept = None  # let go of the smaller one first
+            kept = torch.empty(count, dtype=dtype, device=self._device)
+            self._kept[name, dtype] = kept
+        return kept[:count].view(shape)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the keys or the values of a call lie: in pages, or one row after another."""
+    """How the keys and values of a call lie: in pages, or one row after another.
 
-    pool: Tensor  # [pages, page_size, heads, width]; rows count as pages of one token
+    Row ``r`` of ``[rows, width]`` is one token's key or value of one head.
+    """
+
+    key: Tensor  # [rows, head_dim]
+    value: Tensor  # [rows, head_dim_v]
+    heads: Tensor  # [num_kv_heads, 1] int64, how far each head lies from the first one of a token
+    pages: HostArray | None  # page_indices; `None` where tokens follow one another
+    page_size: int
+    slot_stride: int  # rows from one token of a page to the next
+    page_stride: int
 
     @classmethod
-    def of(cls, buffer: Tensor, layout: str | None) -> _Rows:
-        if layout is None:
-            return cls(buffer.unsqueeze(1))
-        return cls(token_major(buffer, layout))
+    def of(cls, launch: Launch, operands: Operands) -> _Rows:
+        heads = launch.spec.num_kv_heads
+        size, slot_stride, head_stride, pages = 1, heads, 1, None
+        if launch.source == "pages":
+            assert launch.cache is not None
+            size, pages = launch.cache.page_size, _host(operands.metadata["page_indices"])
+            if launch.cache.layout == "HND":
+                slot_stride, head_stride = 1, size
+        return cls(
+            operands.key.view(-1, launch.spec.head_dim),
+            operands.value.view(-1, launch.spec.head_dim_v),
+            torch.arange(heads, device=operands.key.device).mul_(head_stride).unsqueeze(1),
+            pages,
+            size,
+            slot_stride,
+            size * heads,
+        )
 
-    @property
-    def page_size(self) -> int:
-        return self.pool.shape[1]
+    def find(self, first_page: HostArray, token: HostArray) -> Tensor:
+        """Return the rows ``[requests * num_kv_heads * tokens]`` of ``token [requests, tokens]``."""
+        column = token // self.page_size
+        page = first_page[:, None] + column
+        if self.pages is not None:
+            page = self.pages[page]
+        first = page * self.page_stride + (token - column * self.page_size) * self.slot_stride
+        return (torch.from_numpy(first).to(self.heads.device).unsqueeze(1) + self.heads).view(-1)
 
-    def block(self, pages: Tensor) -> Tensor:
-        """Gather ``pages [requests, n]`` to float32 ``[requests, heads, n * page_size, width]``."""
-        requests, count = pages.shape
-        _, size, heads, width = self.pool.shape
-        flat = pages.reshape(-1)
-        # index_select copies whole pages where they are contiguous, so gather before transposing.
-        if self.pool.is_contiguous():
-            found = self.pool.index_select(0, flat)
-        else:
-            found = self.pool.transpose(1, 2).index_select(0, flat).transpose(1, 2)
-        found = found.view(requests, count, size, heads, width).permute(0, 3, 1, 2, 4)
-        out = torch.empty(found.shape, dtype=torch.float32, device=found.device)
-        return out.copy_(found).view(requests, heads, count * size, width)
+
+def _gather(rows: Tensor, index: Tensor, batch: int, scratch: _Scratch) -> Tensor:
+    """Return ``rows[index]`` as float32 ``[batch, tokens, width]``, until the next call of this."""
+    shape = batch, index.numel() // batch, rows.shape[1]
+    found = scratch.take("found", rows.dtype, index.numel(), rows.shape[1])
+    torch.index_select(rows, 0, index, out=found)
+    if rows.dtype == torch.float32:
+        return found.view(shape)
+    return scratch.take("wide", torch.float32, *shape).copy_(found.view(shape))
 
 
 @dataclass(frozen=True)
@@ -78,9 +126,8 @@ class _Call:
 
     spec: AttentionSpec
     operands: Operands
-    keys: _Rows
-    values: _Rows
-    pages: Tensor | None  # page_indices; `None` where rows follow one another
+    rows: _Rows
+    scratch: _Scratch
     tokens: int  # keys that a gathered block holds, over all its requests
 
 
@@ -160,20 +207,13 @@ class ReferenceFamily:
         if operands.lse is not None:
             operands.lse.fill_(-math.inf)
         qo, kv_lens = _host(metadata["qo_indptr"]), _host(metadata["kv_lens"])
-        pages: Tensor | None = None
-        layout = None
-        if launch.source == "pages":
-            assert launch.cache is not None
-            layout, pages = launch.cache.layout, metadata["page_indices"]
-            first_page = _host(metadata["kv_indptr"])
-        else:
-            # A step's own keys start where its queries do.
-            first_page = qo if launch.cache is not None else _host(metadata["kv_indptr"])
-        keys = _Rows.of(operands.key, layout)
-        values = _Rows.of(operands.value, layout)
+        # A step's own keys start where its queries do.
+        own = launch.source == "tokens" and launch.cache is not None
+        first_page = qo if own else _host(metadata["kv_indptr"])
         width = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v)
-        tokens = max(keys.page_size, BLOCK_ELEMENTS // width)
-        call = _Call(spec, operands, keys, values, pages, tokens)
+        tokens = max(1, min(BLOCK_ELEMENTS // width, LOGIT_ELEMENTS // spec.num_qo_heads))
+        rows, scratch = _Rows.of(launch, operands), _Scratch(operands.query.device)
+        call = _Call(spec, operands, rows, scratch, tokens)
         most = max(1, ROW_ELEMENTS // _row_elements(spec))
         for group in _groups(qo, kv_lens, first_page, tokens, most):
             _attend_group(call, group)
@@ -185,8 +225,7 @@ def _row_elements(spec: AttentionSpec) -> int:
 
 
 def _host(field: Tensor) -> HostArray:
-    array: HostArray = field.cpu().numpy()
-    return array
+    return field.cpu().numpy().astype(np.int64)
 
 
 def _attend_group(call: _Call, group: _Group) -> None:
@@ -203,79 +242,93 @@ def _attend_group(call: _Call, group: _Group) -> None:
         _attend_rows(call, group, np.arange(begin, min(begin + step, longest)))
 
 
-def _attend_rows(call: _Call, group: _Group, offset: npt.NDArray[np.int64]) -> None:
+def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
     """Attention of query rows `offset` ``[rows]`` of each request of a group."""
-    spec, operands = call.spec, call.operands
+    spec, operands, scratch = call.spec, call.operands, call.scratch
 
     def place(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(operands.query.device)
 
     requests, rows = group.kv_lens.size, offset.size
-    real = offset < group.query_lens[:, None]  # [requests, rows]
+    batch = requests * spec.num_kv_heads
+    # The query heads of a KV head are rows of one matrix.
+    heads = (requests, spec.num_kv_heads, rows, spec.group_size)
     row = group.first_row[:, None] + offset
-    all_real = bool(real.all())
-    target = place(row if all_real else row[real])
     position = (group.kv_lens - group.query_lens)[:, None] + offset  # [requests, rows]
+    # Rows past the end of a request are computed with the others, from any query, and left out.
+    kept = np.flatnonzero(offset < group.query_lens[:, None])
 
-    query = operands.query[place(np.minimum(row, operands.query.shape[0] - 1))].float()
+    query = operands.query.index_select(
+        0, place(np.minimum(row, operands.query.shape[0] - 1).ravel())
+    )
     query = query.view(requests, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    query = query.permute(0, 2, 3, 1, 4).reshape(requests, spec.num_kv_heads, -1, spec.head_dim)
-    query = query * spec.sm_scale
+    query = (query.transpose(1, 2).float() * spec.sm_scale).view(batch, -1, spec.head_dim)
 
     # Keys that some row sees: first <= key < last, for each request.
-    last, first = group.kv_lens, np.zeros_like(group.kv_lens)
+    last, first = group.kv_lens[:, None], np.zeros((requests, 1), np.int64)
     if spec.causal:
-        last = np.minimum(last, position[:, -1] + 1)
+        last = np.minimum(last, position[:, -1:] + 1)
     if spec.window_left >= 0:
-        first = np.minimum(np.maximum(position[:, 0] - spec.window_left, 0), last - 1)
-    size = call.keys.page_size
-    step = max(size, call.tokens // requests // size * size)
-    begin, end = int(first.min()) // size * size, int(last.max())
+        first = np.minimum(np.maximum(position[:, :1] - spec.window_left, 0), last - 1)
+    begin, end, step = int(first.min()), int(last.max()), max(1, call.tokens // requests)
 
-    top = query.new_full((*query.shape[:3], 1), -math.inf)
-    total = torch.zeros_like(top)
-    summed = query.new_zeros((*query.shape[:3], spec.head_dim_v))
+    top: Tensor | None = None
     for left in range(begin, end, step):
-        right = min(left + step, end)
-        # Columns past a request's own pages are masked below; any page will do for them.
-        column = np.arange(left // size, -(-right // size))
-        column = np.minimum(column, ((last - 1) // size)[:, None])
-        index = place(group.first_page[:, None] + column)
-        page = index if call.pages is None else call.pages[index]
-        key = call.keys.block(page)[:, :, : right - left]
-        value = call.values.block(page)[:, :, : right - left]
-        seen = np.arange(left, right)
-        inside = (seen >= first[:, None]) & (seen < last[:, None])  # [requests, keys]
-        if not inside.all():
-            # What no row sees may hold anything, NaN included, and 0 * NaN is NaN.
-            value = value.masked_fill_(place(~inside)[:, None, :, None], 0.0)
-        logits = torch.matmul(query, key.transpose(2, 3))
+        seen = np.arange(left, min(left + step, end))
+        # What no row sees may hold anything, NaN included, and 0 * NaN is NaN: a key that some row
+        # sees stands in for it, and is masked.
+        index = call.rows.find(group.first_page, np.minimum(np.maximum(seen, first), last - 1))
+        key = _gather(call.rows.key, index, batch, scratch)
+        logits = scratch.take("logits", torch.float32, batch, query.shape[1], seen.size)
+        torch.bmm(query, key.transpose(1, 2), out=logits)
         if spec.logits_soft_cap is not None:
-            logits = logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
-        visible = inside[:, None, :]
-        if spec.causal and rows > 1:
-            visible = visible & (seen <= position[:, :, None])
-        if spec.window_left >= 0:
-            visible = visible & (seen >= position[:, :, None] - spec.window_left)
-        if not visible.all():
-            by_head = logits.view(requests, spec.num_kv_heads, spec.group_size, rows, -1)
-            by_head.masked_fill_(place(~visible)[:, None, None], -math.inf)
-        peak = torch.maximum(top, logits.amax(-1, keepdim=True))
-        floor = peak.masked_fill(peak == -math.inf, 0.0)
-        weights = logits.sub_(floor).exp_()
-        shrink = torch.exp(top - floor)
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        summed = summed.mul_(shrink).add_(torch.matmul(weights, value))
+            logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
+        hidden = _hidden(spec, seen, first, last, position)
+        if hidden is not None:
+            by_row = logits.view(*heads, -1)
+            by_row.masked_fill_(place(hidden)[:, None, :, None], -math.inf)
+        peak = logits.amax(-1, keepdim=True)
+        peak = peak.clamp_min_(LOWEST) if top is None else torch.maximum(top, peak)
+        weights = logits.sub_(peak).exp_()
+        value = _gather(call.rows.value, index, batch, scratch)
+        if top is None:
+            total = weights.sum(-1, keepdim=True)
+            summed = torch.bmm(weights, value)
+        else:
+            shrink = top.sub_(peak).exp_()
+            total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+            summed.mul_(shrink).baddbmm_(weights, value)
         top = peak
+    assert top is not None  # every request of a group has keys
 
+    # The largest weight is 1, so a sum below 1 is that of a row that sees no key.
     empty = total == 0.0
-    summed = summed.div_(total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
-    heads = (requests, spec.num_kv_heads, spec.group_size, rows)
-    result = summed.view(*heads, spec.head_dim_v).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    result = result.to(operands.out.dtype)
-    kept = None if all_real else place(real)
-    operands.out[target] = result if kept is None else result[kept]
+    total.clamp_min_(1.0)
+    target = place(row.ravel()[kept])
+
+    def put(out: Tensor, result: Tensor) -> None:
+        result = result.view(*heads, -1).transpose(1, 2).reshape(requests * rows, *out.shape[1:])
+        if kept.size < requests * rows:
+            result = result.index_select(0, place(kept))
+        out.index_copy_(0, target, result.to(out.dtype))
+
+    put(operands.out, summed.div_(total).masked_fill_(empty, 0.0))
     if operands.lse is not None:
-        lse = (top + total.masked_fill(empty, 1.0).log()).masked_fill_(empty, -math.inf)
-        lse = lse.view(heads).permute(0, 3, 1, 2).flatten(2, 3)
-        operands.lse[target] = lse if kept is None else lse[kept]
+        put(operands.lse, top.add_(total.log_()).masked_fill_(empty, -math.inf))
+
+
+def _hidden(
+    spec: AttentionSpec, seen: HostArray, first: HostArray, last: HostArray, position: HostArray
+) -> npt.NDArray[np.bool_] | None:
+    """Which of the keys `seen` ``[keys]`` a row does not see, ``[requests, rows or 1, keys]``.
+
+    `None` where every row sees all of them. `first`, `last` ``[requests, 1]`` and `position`
+    ``[requests, rows]`` as in `_attend_rows`.
+    """
+    hidden = ((seen < first) | (seen >= last))[:, None]
+    if position.shape[1] > 1:
+        if spec.causal:
+            hidden = hidden | (seen > position[:, :, None])
+        if spec.window_left >= 0:
+            hidden = hidden | (seen < position[:, :, None] - spec.window_left)
+    return hidden if hidden.any() else None
