@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import torch
 import jax_frontend
 import torch_backend
 from interop import AttentionPlan, RaggedBatch
-from jax_frontend import handlers
+from interop.ffi import python_calls
 from torch_backend import PagedKVCache
 
 from .gpu_steps import (
@@ -39,6 +38,9 @@ __all__ = ["BANDWIDTH_SHAPES", "bandwidth", "step"]
 # Requests and context, as in the published figures.
 BANDWIDTH_SHAPES = ((64, 256), (32, 1024), (128, 2048), (8, 8192), (1, 32768))
 STEADY_STEPS = 50
+
+# Ways to write a step's layers, and the layers in the body of the loop.
+JAX_STEPS = {"JAX unrolled": 0, "JAX scan": 1, "JAX scan, unroll 4": 4}
 
 
 class _Batches:
@@ -81,7 +83,7 @@ def step(run: Run) -> None:
                 _add(run, f"PyTorch graph{suffix}", shape, time_torch(run, graph), family)
                 if layers == most:
                     _memory(run, f"PyTorch graph{suffix}", shape, graph, _wait_torch)
-            for name, scan in (("JAX unrolled", False), ("JAX scan", True)):
+            for name, scan in JAX_STEPS.items():
                 with run.attempt(name + suffix, shape):
                     one = _jax_with_new_plans(cache, batches, jax_query, kv, layers, scan, write)
                     _add(run, name + suffix, shape, time_jax(run, one))
@@ -139,7 +141,7 @@ def _jax_with_new_plans(
     query: jax.Array,
     kv: jax_frontend.CacheHandle,
     layers: int,
-    scan: bool,
+    scan: int,
     write: bool,
 ) -> Callable[[], Any]:
     program = jax_step(layers, scan=scan, write=write)
@@ -153,35 +155,16 @@ def _jax_with_new_plans(
     return one
 
 
-@contextmanager
-def counted_calls() -> Iterator[dict[str, int]]:
-    """Count how often XLA enters Python to launch attention (`run`) and writes (`write_rows`)."""
-    originals = {name: getattr(handlers, name) for name in ("run", "write_rows")}
-    count = dict.fromkeys(originals, 0)
-
-    def counting(name: str, original: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
-            count[name] += 1
-            original(*args)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(handlers, name, counting(name, original))
-    try:
-        yield count
-    finally:
-        for name, original in originals.items():
-            setattr(handlers, name, original)
-
-
 def _handler_calls(run: Run, case: str, shape: dict[str, Any], one: Callable[[], Any]) -> None:
-    with counted_calls() as count:
-        for _ in range(STEADY_STEPS):
-            last = one()
-        jax.block_until_ready(last)
-    value = summary([sum(count.values()) / STEADY_STEPS], STEADY_STEPS)
-    each = {f"{name}_calls": calls / STEADY_STEPS for name, calls in count.items()}
+    """How often XLA enters Python to launch attention and writes, in a steady step."""
+    before = python_calls.copy()
+    for _ in range(STEADY_STEPS):
+        last = one()
+    jax.block_until_ready(last)
+    each = {
+        target: (count - before[target]) / STEADY_STEPS for target, count in python_calls.items()
+    }
+    value = summary([sum(each.values())], STEADY_STEPS)
     run.add(f"{case}, handler calls", shape, value, "calls/step", **each)
 
 

@@ -25,12 +25,12 @@ from .workload import OURS, SPEC, bucket_of, decode_shape, kv_bytes, make_batch,
 
 __all__ = ["decode"]
 
-LAYERS = 4
+LAYERS = 16
 TARGET_SHAPES = ((32, 1024), (8, 8192), (128, 2048))
 
 
 def decode(run: Run) -> None:
-    """Four layers in one jit, steps in flight, lengths that stay the same, from every library."""
+    """Sixteen layers in one jit, steps in flight, the same lengths all along, by every library."""
     for requests, context in TARGET_SHAPES[:1] if run.quick else BANDWIDTH_SHAPES:
         shape = decode_shape(requests, context, layers=LAYERS)
         with run.attempt("all peers", shape):

@@ -150,8 +150,15 @@ class GraphStep:
         return self.out
 
 
-def jax_step(layers: int, *, scan: bool = False, write: bool = False) -> Callable[..., Any]:
+def jax_step(layers: int, *, scan: int = 0, write: bool = False) -> Callable[..., Any]:
     """One step from JAX, ``step(query, kv, plan)``, the same as `torch_layers`.
+
+    Parameters
+    ----------
+    layers, write
+        As for `torch_layers`.
+    scan
+        Layers in the body of a ``lax.scan``; 0 for a program without a loop.
 
     Returns the last layer's output and the cache after the step.
     """
@@ -169,7 +176,10 @@ def jax_step(layers: int, *, scan: bool = False, write: bool = False) -> Callabl
         if scan:
             numbers = jnp.arange(layers, dtype=jnp.int32)
             (x, kv), _ = jax.lax.scan(
-                lambda carry, layer: (one(*carry, plan, layer), None), (x, kv), numbers
+                lambda carry, layer: (one(*carry, plan, layer), None),
+                (x, kv),
+                numbers,
+                unroll=min(scan, layers),
             )
         else:
             for layer in range(layers):

@@ -94,7 +94,10 @@ def _cases(
         plan = torch_backend.plan(
             SPEC, cache.spec, batch, bucket=bucket_of(batch), device=cache.device
         )
-        notes = {"family": plan.static.main[0].family, "constants": list(plan.static.main[0].constants)}
+        notes = {
+            "family": plan.static.main[0].family,
+            "constants": list(plan.static.main[0].constants),
+        }
         return lambda: torch_layers(query, cache, plan, layers), notes
 
     def theirs(split: int | None) -> Callable[[], tuple[Body, dict[str, Any]]]:

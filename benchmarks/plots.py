@@ -18,7 +18,12 @@ __all__ = ["bandwidth_plot", "layers_plot", "main"]
 
 Document = dict[str, Any]
 
-STEP_CASES = {"PyTorch graph": "o-", "JAX unrolled": "s-", "JAX scan": "^-"}
+STEP_CASES = {
+    "PyTorch graph": "o-",
+    "JAX unrolled": "s-",
+    "JAX scan": "^-",
+    "JAX scan, unroll 4": "v-",
+}
 
 
 def _best(

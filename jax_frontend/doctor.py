@@ -28,7 +28,8 @@ from .planning import plan
 
 __all__ = ["main", "report"]
 
-SPEC = AttentionSpec(8, 2, 64)
+# Of a width that models have, so that the kernels which a model needs serve here, too.
+SPEC = AttentionSpec(8, 2, 128)
 REQUESTS, LAYERS, PAGES, PAGE_SIZE = 4, 2, 8, 16
 # XLA records a step in its first runs and replays it from then on.
 STEPS_BEFORE_STEADY, STEADY_STEPS = 6, 4
