@@ -26,6 +26,7 @@ def plan(
     bucket: Bucket | None = None,
     device: jax.Device | jax.sharding.Sharding | None = None,
     fallback: str = "warn",
+    kernel: str | None = None,
 ) -> AttentionPlan[jax.Array]:
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
@@ -34,7 +35,7 @@ def plan(
 
     Parameters
     ----------
-    spec, cache_spec, batch, bucket, fallback
+    spec, cache_spec, batch, bucket, fallback, kernel
         As for `torch_backend.plan`; under ``shard_map``, those of one shard.
     device
         Where the metadata goes; JAX's default device when left out.
@@ -68,12 +69,20 @@ def plan(
             bucket=bucket,
             device=torch.device("cuda", target.local_hardware_id),
             fallback=fallback,
+            kernel=kernel,
         )
         # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
         # the steps would move about, and recorded launches would have to be recorded again.
         return AttentionPlan(core.static, to_jax(core.metadata))
     facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
     static, buffer = host_plan(
-        spec, cache_spec, batch, bucket, facts, fallback, lambda words: np.empty(words, np.int32)
+        spec,
+        cache_spec,
+        batch,
+        bucket,
+        facts,
+        fallback,
+        kernel,
+        lambda words: np.empty(words, np.int32),
     )
     return AttentionPlan(static, jax.device_put(buffer, target))

@@ -76,8 +76,26 @@ def choose(work: Work) -> Choice:
     return Choice(work.source, work.role, family, tuple(refusals))
 
 
-def _family_for(work: Work, fallback: str) -> KernelFamily:
+def _family_named(work: Work, kernel: str) -> KernelFamily:
+    """Return the family that was asked for by name, or say why it can't serve `work`."""
+    family = FAMILIES.get(kernel)
+    if family is None:
+        raise ArgumentError(
+            "kernel", given=repr(kernel), wanted=f"None, or one of {', '.join(FAMILIES)}"
+        )
+    if (reason := family.refuse(work)) is not None:
+        able = [name for name, other in FAMILIES.items() if other.refuse(work) is None]
+        raise UnsupportedError(
+            f"kernel {kernel!r} cannot serve attention over {work.source}: {reason}. "
+            f"These can: {', '.join(able) or 'none'}. Leave kernel out to have one chosen."
+        )
+    return family
+
+
+def _family_for(work: Work, fallback: str, kernel: str | None) -> KernelFamily:
     """Return the family that serves `work`, or say why none does."""
+    if kernel is not None:
+        return _family_named(work, kernel)
     choice = choose(work)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
     falls_back = choice.family == "reference" and work.device.kind != "cpu"
@@ -202,16 +220,17 @@ def serve(
     num_requests: int,
     device: Device,
     fallback: str,
+    kernel: str | None,
 ) -> Served:
     """Choose a family for each piece of work of a bucket; raises `UnsupportedError`."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
     whole, *others = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device)
-    served = whole, _family_for(whole, fallback)
+    served = whole, _family_for(whole, fallback, kernel)
     if bucket.without_context and others:
-        return Served(served, own=(others[0], _family_for(others[0], fallback)))
-    if others and served[1].name != "reference":
-        decodes, prefills = ((work, _family_for(work, fallback)) for work in others)
+        return Served(served, own=(others[0], _family_for(others[0], fallback, kernel)))
+    if others and kernel is None and served[1].name != "reference":
+        decodes, prefills = ((work, _family_for(work, fallback, None)) for work in others)
         # One family does both as well in one launch.
         if decodes[1] is not prefills[1]:
             return Served(served, mixed=(decodes, prefills))

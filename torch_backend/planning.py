@@ -49,6 +49,7 @@ def host_plan(
     bucket: Bucket | None,
     device: Device,
     fallback: str,
+    kernel: str | None,
     new_buffer: Callable[[int], IntArray],
 ) -> tuple[PlanStatic, IntArray]:
     """Make a plan's static part and write its metadata into ``new_buffer(words)``, on the host.
@@ -87,7 +88,7 @@ def host_plan(
         # One request more than the bucket holds: it owns the padding rows and has no keys, so
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
-    served = serve(spec, cache_spec, query_dtype, bucket, rows, device, fallback)
+    served = serve(spec, cache_spec, query_dtype, bucket, rows, device, fallback, kernel)
     whole = _lengths(batch, pages.counts, pages.indptr, rows, bucket.num_tokens)
     decodes = _leading_decodes(batch) if served.mixed is not None else 0
     parts = served.parts(decodes > 0)
@@ -167,6 +168,7 @@ def plan(
     bucket: Bucket | None = None,
     device: torch.device | str | None = None,
     fallback: str = "warn",
+    kernel: str | None = None,
 ) -> AttentionPlan[Tensor]:
     """Plan one step's attention for PyTorch.
 
@@ -187,6 +189,9 @@ def plan(
     fallback
         What to do on a GPU where only the slow reference family can serve: ``"warn"`` once for a
         bucket, or ``"raise"``.
+    kernel
+        Name of the kernel family to use, as `explain` has them; the best that can serve when left
+        out. ``"fa2_flashinfer"`` is FA2 on the schedule of FlashInfer's planner.
 
     Returns
     -------
@@ -213,7 +218,7 @@ def plan(
         return buffers[0].numpy()
 
     static, _ = host_plan(
-        spec, cache_spec, batch, bucket, device_facts(where), fallback, new_buffer
+        spec, cache_spec, batch, bucket, device_facts(where), fallback, kernel, new_buffer
     )
     return AttentionPlan(static, buffers[0].to(where, non_blocking=True))
 

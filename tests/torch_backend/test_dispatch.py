@@ -26,7 +26,9 @@ def batch_of(query_lens: list[int], context: int) -> RaggedBatch:
 
 
 def planned(batch: RaggedBatch, bucket: Bucket | None = None, device: Device = H200):
-    return host_plan(SPEC, CACHE, batch, bucket, device, "raise", lambda n: np.empty(n, np.int32))
+    return host_plan(
+        SPEC, CACHE, batch, bucket, device, "raise", None, lambda n: np.empty(n, np.int32)
+    )
 
 
 def families(batch: RaggedBatch, bucket: Bucket | None = None, device: Device = H200) -> list[str]:
@@ -93,8 +95,25 @@ def test_fallback_is_refused_or_warned_of() -> None:
     cache = CacheSpec(4, 512, 16, 8, 128, dtype="float32", device="cuda")
     batch, new = batch_of([1], 3), lambda n: np.empty(n, np.int32)
     with pytest.raises(UnsupportedError, match="fa2: it computes in float16 and bfloat16"):
-        host_plan(SPEC, cache, batch, None, H200, "raise", new)
+        host_plan(SPEC, cache, batch, None, H200, "raise", None, new)
     with pytest.warns(RuntimeWarning, match="falls back to the reference.*not in float32"):
-        host_plan(SPEC, cache, batch, None, H200, "warn", new)
+        host_plan(SPEC, cache, batch, None, H200, "warn", None, new)
     with pytest.raises(ArgumentError, match="fallback: got 'maybe', want 'warn' or 'raise'"):
-        host_plan(SPEC, cache, batch, None, H200, "maybe", new)
+        host_plan(SPEC, cache, batch, None, H200, "maybe", None, new)
+
+
+def test_a_kernel_can_be_asked_for_by_name() -> None:
+    def plan(kernel: str, device: Device = H200) -> list[str]:
+        new = lambda n: np.empty(n, np.int32)  # noqa: E731
+        batch = batch_of([1, 1, 300], 100)
+        static, _ = host_plan(SPEC, CACHE, batch, None, device, "raise", kernel, new)
+        return [launch.family for launch in static.main]
+
+    assert plan("fa2") == ["fa2"]
+    assert plan("fa2_flashinfer") == ["fa2_flashinfer"]
+    assert plan("reference") == ["reference"]
+    with pytest.raises(ArgumentError, match="kernel: got 'fa9', want None, or one of fa3, fa2"):
+        plan("fa9")
+    wanted = "kernel 'fa3' cannot serve.*capability 9.0.*These can: fa2, fa2_flashinfer, reference"
+    with pytest.raises(UnsupportedError, match=wanted):
+        plan("fa3", A100)

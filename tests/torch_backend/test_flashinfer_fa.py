@@ -88,7 +88,7 @@ def _plan(
 ) -> tuple[PlanStatic, dict[str, torch.Tensor]]:
     with only(family):
         static, words = host_plan(
-            spec, cache, batch, bucket, device, "raise", lambda n: np.full(n, -7, np.int32)
+            spec, cache, batch, bucket, device, "raise", None, lambda n: np.full(n, -7, np.int32)
         )
     return static, static.layout.views(torch.from_numpy(words))
 
