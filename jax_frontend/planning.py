@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from interop.batch import Bucket, RaggedBatch
@@ -75,14 +76,9 @@ def plan(
         # the steps would move about, and recorded launches would have to be recorded again.
         return AttentionPlan(core.static, to_jax(core.metadata))
     facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
-    static, buffer = host_plan(
-        spec,
-        cache_spec,
-        batch,
-        bucket,
-        facts,
-        fallback,
-        kernel,
-        lambda words: np.empty(words, np.int32),
-    )
+
+    def new_buffer(words: int) -> npt.NDArray[np.int32]:
+        return np.empty(words, np.int32)
+
+    static, buffer = host_plan(spec, cache_spec, batch, bucket, facts, fallback, kernel, new_buffer)
     return AttentionPlan(static, jax.device_put(buffer, target))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import torch_backend
-from interop import AttentionSpec, Bucket, CacheSpec, RaggedBatch
+from interop import AttentionSpec, Bucket, CacheSpec, PlanStatic, RaggedBatch
 from interop.errors import ArgumentError, UnsupportedError
 from torch_backend.dispatch import MIXED_LEAST_QUERY_LEN, works_of
 from torch_backend.kernels import Device
@@ -25,10 +25,14 @@ def batch_of(query_lens: list[int], context: int) -> RaggedBatch:
     return RaggedBatch(query_lens, kv_lens, table)
 
 
-def planned(batch: RaggedBatch, bucket: Bucket | None = None, device: Device = H200):
-    return host_plan(
-        SPEC, CACHE, batch, bucket, device, "raise", None, lambda n: np.empty(n, np.int32)
-    )
+def new(words: int) -> np.ndarray:
+    return np.empty(words, np.int32)
+
+
+def planned(
+    batch: RaggedBatch, bucket: Bucket | None = None, device: Device = H200
+) -> tuple[PlanStatic, np.ndarray]:
+    return host_plan(SPEC, CACHE, batch, bucket, device, "raise", None, new)
 
 
 def families(batch: RaggedBatch, bucket: Bucket | None = None, device: Device = H200) -> list[str]:
@@ -93,7 +97,7 @@ def test_explain_says_why_not() -> None:
 
 def test_fallback_is_refused_or_warned_of() -> None:
     cache = CacheSpec(4, 512, 16, 8, 128, dtype="float32", device="cuda")
-    batch, new = batch_of([1], 3), lambda n: np.empty(n, np.int32)
+    batch = batch_of([1], 3)
     with pytest.raises(UnsupportedError, match="fa2: it computes in float16 and bfloat16"):
         host_plan(SPEC, cache, batch, None, H200, "raise", None, new)
     with pytest.warns(RuntimeWarning, match="falls back to the reference.*not in float32"):
@@ -104,7 +108,6 @@ def test_fallback_is_refused_or_warned_of() -> None:
 
 def test_a_kernel_can_be_asked_for_by_name() -> None:
     def plan(kernel: str, device: Device = H200) -> list[str]:
-        new = lambda n: np.empty(n, np.int32)  # noqa: E731
         batch = batch_of([1, 1, 300], 100)
         static, _ = host_plan(SPEC, CACHE, batch, None, device, "raise", kernel, new)
         return [launch.family for launch in static.main]
