@@ -176,6 +176,14 @@ def cache_handle(
     return CacheHandle(token, name, shards[0].spec)
 
 
+def default_device() -> jax.Device:
+    """Return the device that ``jax.default_device`` names, else the first."""
+    chosen = getattr(jax.config, "jax_default_device", None)
+    if chosen is None or isinstance(chosen, str):
+        return jax.devices(chosen)[0]
+    return chosen
+
+
 def _check_name(name: object) -> None:
     wanted = f"a text of 1 to {CACHE_NAME_BYTES} bytes"
     if not isinstance(name, str):
@@ -236,7 +244,7 @@ def init_cache(
     """
     check_is_spec(spec)
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(default_device())
     device: jax.Device = next(iter(sharding.device_set))
     shape = CacheSpec(
         num_layers=num_layers,

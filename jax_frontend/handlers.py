@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from interop.attributes import Call
 from interop.ffi import TARGETS, as_torch, bind, xla_stream
@@ -78,6 +81,15 @@ def _append(call: Call, buffers: Sequence[Any]) -> None:
             pools = layer_pools(key_pool, value_pool, cache, call.layer)
         write_rows(key, value, *pools, cache.layout, slots)
 
+
+def _finish_steps() -> None:
+    """Wait for steps in flight: a handler that runs while Python shuts down ends the process."""
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            array.block_until_ready()
+
+
+atexit.register(_finish_steps)
 
 for _target in TARGETS:
     bind(_target, _append if _target == "isthmus_append" else _attend)

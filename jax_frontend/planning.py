@@ -16,6 +16,8 @@ from torch_backend.dispatch import device_facts
 from torch_backend.planning import check_cache_spec, host_plan
 from torch_backend.planning import plan as core_plan
 
+from .cache import default_device
+
 __all__ = ["plan"]
 
 
@@ -32,7 +34,8 @@ def plan(
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
     The result is a pytree with one leaf: pass it to the jitted step as an argument. Plans of one
-    bucket have equal static parts, so the step is traced once per bucket.
+    bucket have equal static parts, so the step is traced once per bucket; on a GPU a few times, as
+    schedules that split long requests, and mixed batches, have static parts of their own.
 
     Parameters
     ----------
@@ -47,7 +50,7 @@ def plan(
         As `torch_backend.plan` does.
     """
     check_cache_spec(cache_spec)
-    target = device if device is not None else jax.devices()[0]
+    target = device if device is not None else default_device()
     if not isinstance(target, (jax.Device, jax.sharding.Sharding)):
         raise DeviceError(
             "device",

@@ -8,7 +8,8 @@
 | ``fa2_flashinfer`` | nothing by itself: ``fa2`` on FlashInfer's own schedule, to compare with | |
 | ``reference`` | everything, on any device | |
 
-Each refuses what its kernels do not do, with the reason.
+Each refuses what its kernels do not do, with the reason. A mixed batch, decodes before prefills, is
+two launches where ``fa2`` and ``fa3`` would each serve one kind (`dispatch.MIXED_LEAST_QUERY_LEN`).
 """
 
 from __future__ import annotations
