@@ -23,7 +23,7 @@ INT32_MAX = 2**31 - 1
 # ``any``), ``accumulate`` half of that of ``cumsum``, and an operand that is an array of rank 0
 # half of that of a Python number.
 INT32 = np.dtype(np.int32)
-ONE = np.array(1, np.int32)
+ONE: IntArray = np.array(1, np.int32)
 
 
 def host_ints(argument: str, value: object, rank: int) -> IntArray:
@@ -291,7 +291,7 @@ class RaggedBatch:
     @property
     def without_context(self) -> bool:
         """Whether every request starts in this step."""
-        return self.kv_lens.tobytes() == self.query_lens.tobytes()
+        return self.kv_lens.tobytes() == self.query_lens.tobytes()  # faster than comparing arrays
 
     def pages(self, page_size: int) -> Pages:
         """How the requests' tokens fill pages of `page_size` tokens; computed once per size."""
@@ -347,8 +347,8 @@ class RaggedBatch:
             runs[:, 0] = pages.counts
             np.subtract(width, pages.counts, out=runs[:, 1])
             used = table[:, :width][in_use.repeat(runs.reshape(-1)).reshape(-1, width)]
-        # Read without a sign, negative ids are beyond any pool.
-        if used.size and used.view(np.uint32).max() >= num_pages:
+        ids = used.view(np.uint32)  # read without a sign, negative ids are beyond any pool
+        if ids.size and ids[ids.argmax()] >= num_pages:
             bad = (table[:, :width] < 0) | (table[:, :width] >= num_pages)
             row, col = np.argwhere(bad & (np.arange(width) < pages.counts[:, None]))[0]
             raise PageError(
@@ -373,19 +373,14 @@ class RaggedBatch:
         size = np.array(page_size, np.int32)
         if self.max_query_len <= 1:
             rows = self.query_lens.nonzero()[0]
-            slots: IntArray = table[rows, pages.counts[rows] - ONE]
-            slots *= size
-            slots += pages.last_lens[rows]
-            slots -= ONE
+            column, offset = pages.counts[rows] - ONE, pages.last_lens[rows] - ONE
         else:
             rows = np.arange(self.num_requests).repeat(self.query_lens)
             # A token's position is its row of the query plus what is constant in its request.
-            before = self.kv_lens - self.qo_indptr[1:]
-            positions = before[rows] + np.arange(self.num_tokens, dtype=np.int32)
-            column = positions // size
-            slots = table[rows, column]
-            slots *= size
-            slots += positions - column * size
+            rest = self.kv_lens - self.qo_indptr[1:]
+            positions = rest.repeat(self.query_lens) + np.arange(self.num_tokens, dtype=np.int32)
+            column, offset = np.divmod(positions, size)
+        slots: IntArray = table[rows, column] * size + offset
         ordered = slots.copy()
         ordered.sort()
         twice = ordered[1:] == ordered[:-1]

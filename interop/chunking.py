@@ -14,12 +14,13 @@ the longest block has left beyond that average is lost.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .batch import host_ints
+from .batch import INT32_MAX, ONE, host_ints
 from .errors import LengthError, PlanError, ShapeError
 
 if TYPE_CHECKING:
@@ -67,33 +68,33 @@ class ChunkChoice(NamedTuple):
     split: bool
 
 
-class Work(NamedTuple):
-    """A batch as the planner sees it.
+class Tiling(NamedTuple):
+    """A batch's queries as the planner sees them.
 
     Parameters
     ----------
-    query_lens, tiles, pages
-        ``[n]`` int32: query rows, query tiles, and pages that a tile reads (at least 1).
+    query_lens, tiles
+        ``[n]`` int32: query rows and query tiles.
+    weight
+        `tiles` as float64.
     num_rows, num_tiles
-        Sums of the first two.
+        Sums of the two.
     one_tile
         Whether no request has more than one tile.
     """
 
     query_lens: IntArray
     tiles: IntArray
-    pages: IntArray
+    weight: npt.NDArray[np.float64]
     num_rows: int
     num_tiles: int
     one_tile: bool
 
 
-def work_of(shape: FA2Shape, query_lens: object, kv_pages: object) -> Work:
-    """Check a batch against its bucket; pages become those that a tile reads, at least 1."""
-    query = host_ints("query_lens", query_lens, 1)
-    pages = query if kv_pages is None else host_ints("kv_pages", kv_pages, 1)
-    if pages.shape != query.shape:
-        raise ShapeError("kv_pages", given=f"{pages.size} numbers", wanted=f"{query.size}")
+@lru_cache(maxsize=256)
+def tiling_of(shape: FA2Shape, query_lens: bytes) -> Tiling:
+    """Check queries (int32 lengths) against their bucket; the same in all steps of a decode."""
+    query = np.frombuffer(query_lens, np.int32)
     if not 0 < query.size <= shape.num_requests:
         raise PlanError(
             "query_lens",
@@ -101,9 +102,8 @@ def work_of(shape: FA2Shape, query_lens: object, kv_pages: object) -> Work:
             wanted=f"1 to {shape.num_requests}, the bucket's num_requests",
             remedy="Plan for a larger bucket.",
         )
-    if np.bitwise_or.reduce(query | pages) < 0:
-        name, lens = ("query_lens", query) if query.min() < 0 else ("kv_pages", pages)
-        raise LengthError(name, given=f"a length of {lens.min()}", wanted="0 or more")
+    if query.min() < 0:
+        raise LengthError("query_lens", given=f"a length of {query.min()}", wanted="0 or more")
     rows = int(query.sum())
     if rows > shape.num_rows:
         raise PlanError(
@@ -112,23 +112,45 @@ def work_of(shape: FA2Shape, query_lens: object, kv_pages: object) -> Work:
             wanted=f"at most {shape.num_rows}, the bucket's num_rows",
             remedy="Plan for a larger bucket.",
         )
-    longest = int(query.max())
-    one_tile = longest * shape.group_size <= shape.cta_tile_q
-    if longest <= 1 and one_tile:
-        tiles, num_tiles = query, rows
-    else:
-        tiles = (query * shape.group_size + (shape.cta_tile_q - 1)) // shape.cta_tile_q
-        num_tiles = int(tiles.sum())
+    tiles = (query * shape.group_size + (shape.cta_tile_q - 1)) // shape.cta_tile_q
+    num_tiles = int(tiles.sum())
     check_items(shape, num_tiles)
-    if kv_pages is None:
-        pages = np.ones_like(query)
-    elif shape.window_left < 0:
-        pages = np.maximum(pages, 1)
-    else:
+    return Tiling(query, tiles, tiles.astype(np.float64), rows, num_tiles, bool(tiles.max() <= 1))
+
+
+class Work(NamedTuple):
+    """A batch as the planner sees it.
+
+    Parameters
+    ----------
+    queries
+        See `Tiling`.
+    pages
+        ``[n]`` int32: pages that a tile reads, at least 1.
+    most_pages
+        Largest of them.
+    """
+
+    queries: Tiling
+    pages: IntArray
+    most_pages: int
+
+
+def work_of(shape: FA2Shape, query_lens: object, kv_pages: object) -> Work:
+    """Check a batch against its bucket; pages become those that a tile reads, at least 1."""
+    query = host_ints("query_lens", query_lens, 1)
+    pages = host_ints("kv_pages", kv_pages, 1)
+    if pages.shape != query.shape:
+        raise ShapeError("kv_pages", given=f"{pages.size} numbers", wanted=f"{query.size}")
+    queries = tiling_of(shape, query.tobytes())
+    if (least := pages[pages.argmin()]) < 0:
+        raise LengthError("kv_pages", given=f"a length of {least}", wanted="0 or more")
+    pages = np.maximum(pages, ONE)
+    if shape.window_left >= 0:
         # FlashInfer's bound on what a tile can see, a little generous on purpose.
         seen = -(-(shape.window_left + shape.cta_tile_q) // shape.page_size)
-        pages = np.clip(pages, 1, seen)
-    return Work(query, tiles, pages, rows, num_tiles, one_tile)
+        pages = np.minimum(pages, np.int32(min(seen, INT32_MAX)))
+    return Work(queries, pages, int(pages[pages.argmax()]))
 
 
 def check_items(shape: FA2Shape, items: int) -> None:
@@ -147,16 +169,18 @@ def best_chunk(shape: FA2Shape, work: Work) -> ChunkChoice:
 
     One chunk for each query tile is always among them.
     """
-    tiles, pages, num_tiles = work.tiles, work.pages, work.num_tiles
-    # argmax and dot have a fraction of the overhead of max and sum, which counts for small arrays.
-    longest = int(pages[pages.argmax()])
-    if num_tiles == 0:
+    queries, longest = work.queries, work.most_pages
+    num_tiles, weight = queries.num_tiles, queries.weight
+    if num_tiles == 0 or longest == 1:
         return ChunkChoice(longest, split=False)
-    weight = tiles.astype(np.float64)
-    length = pages.astype(np.float64)
-    weighted = weight * length
+    length = work.pages.astype(np.float64)
     total = float(weight.dot(length))
-    length_square = float(weighted.dot(length))
+    # Cutting the longest request cuts every request of more than half its length, too.
+    if total == num_tiles * longest:  # all have the same length
+        length_square, cut_at_least = total * longest, float(num_tiles)
+    else:
+        length_square = float((weight * length).dot(length))
+        cut_at_least = float((length > (longest + 1) // 2).dot(weight))
 
     slots = BLOCKS_PER_SM * shape.num_sms / shape.num_kv_heads
     page_time = shape.page_size * shape.head_dim_v / 128
@@ -164,7 +188,7 @@ def best_chunk(shape: FA2Shape, work: Work) -> ChunkChoice:
     alone = max(TOKEN_ALONE, ROW_TOKEN * shape.cta_tile_q) * page_time
     busy = full * total / slots
     extra_time = BLOCK * shape.num_kv_heads
-    cut_time = MERGE_ROW * shape.num_qo_heads * work.num_rows / num_tiles
+    cut_time = MERGE_ROW * shape.num_qo_heads * queries.num_rows / num_tiles
 
     def attend(chunk: float, items: float, squares: float) -> float:
         path = alone * chunk
@@ -178,17 +202,24 @@ def best_chunk(shape: FA2Shape, work: Work) -> ChunkChoice:
     most = longest * shape.page_size / MIN_CHUNK_TOKENS
     # Below the average of a full capacity nothing fits.
     most = min(most, longest * shape.capacity / total)
-    # Cutting the longest request cuts every request of more than half its length, too.
-    cut_at_least = float((length > (longest + 1) // 2).dot(weight))
     if most < 2 or busy + (extra_time + cut_time) * cut_at_least >= unsplit:
         return ChunkChoice(longest, split=False)
+    # Chunks of ``longest / x`` add at least ``total * x / longest - num_tiles`` blocks. From some x
+    # on these alone, with the merges above, cost more than splitting can gain.
+    gain = unsplit - busy - cut_time * cut_at_least + extra_time * num_tiles
+    x = gain / (extra_time * total / longest + MERGE_PART)
+    if x < longest:
+        # A chunk of whole pages is less than one page longer.
+        most = min(most, x * longest / (longest - x))
+        if most < 2:
+            return ChunkChoice(longest, split=False)
 
     # Chunks before each request's last one, [candidates, requests]. The half page keeps quotients
     # clear of whole numbers, so that rounding cannot move one across.
     chunks = np.ceil(longest / PARTS[: PARTS.searchsorted(most, "right")])
     before = np.floor((length - 0.5) * (1 / chunks)[:, None])
     extra = before.dot(weight).tolist()
-    pages_extra = before.dot(weighted).tolist()
+    pages_extra = before.dot(weight * length).tolist()
     extra_square = np.square(before).dot(weight).tolist()
     cut = np.sign(before).dot(weight).tolist()
     # A handful of candidates: plain numbers cost less here than arrays.
@@ -251,7 +282,7 @@ def flashinfer_chunk_pages(shape: FA2Shape, query_lens: object, kv_pages: object
     low, high = max(128 // shape.page_size, 1), int(work.pages.max())
     while low < high:
         middle = (low + high) // 2
-        if int(work.tiles @ (-(-work.pages // middle))) > budget:
+        if int(work.queries.tiles @ (-(-work.pages // middle))) > budget:
             low = middle + 1
         else:
             high = middle

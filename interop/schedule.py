@@ -11,21 +11,22 @@ NumPy only, no loop over requests, tiles or tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .batch import INT32_MAX
+from .batch import INT32, INT32_MAX, host_ints
 from .chunking import (
     BLOCKS_PER_SM,
     ChunkChoice,
-    Work,
+    Tiling,
     best_chunk,
     check_items,
     choose_chunk,
     flashinfer_chunk_pages,
+    tiling_of,
     work_of,
 )
 from .errors import ArgumentError, ShapeError
@@ -273,77 +274,98 @@ def plan_fa2(
     LengthError, ShapeError, ArgumentError
         For negative lengths, arrays of another shape or type, a chunk that is not positive.
     """
-    if shape.split and kv_pages is None:
+    if not shape.split:
+        query = host_ints("query_lens", query_lens, 1)
+        words = _unsplit_schedule(shape, query.tobytes())
+        if out is None:
+            return words.copy()
+        _check_out(shape, out)
+        out[:] = words
+        return out
+    if kv_pages is None:
         raise ShapeError("kv_pages", given="none", wanted="pages of each request, to split them")
-    work = work_of(shape, query_lens, kv_pages if shape.split else None)
-    if shape.split:
-        chunk = best_chunk(shape, work).pages if kv_chunk_pages is None else kv_chunk_pages
-        if not 0 < chunk <= INT32_MAX // shape.page_size:
-            raise ArgumentError("kv_chunk_pages", given=chunk, wanted="1 or more, in int32 tokens")
-        chunks = (work.pages - 1) // chunk + 1
-        items = np.multiply(work.tiles, chunks, dtype=np.int64)
-        num_items = int(items.sum())
-        check_items(shape, num_items)
-    else:
-        # FlashInfer leaves its largest 64-bit integer here, and the kernel reads the lower half.
-        chunk, chunks = -1, work.pages
-        items, num_items = work.tiles.astype(np.int64), work.num_tiles
+    work = work_of(shape, query_lens, kv_pages)
+    chunk = best_chunk(shape, work).pages if kv_chunk_pages is None else kv_chunk_pages
+    if not 0 < chunk <= INT32_MAX // shape.page_size:
+        raise ArgumentError("kv_chunk_pages", given=chunk, wanted="1 or more, in int32 tokens")
+    chunks = -(-work.pages // np.array(chunk, np.int32))
+    items = np.multiply(work.queries.tiles, chunks, dtype=np.int64)
+    ends = np.add.accumulate(items)
+    check_items(shape, int(ends[-1]))
     if out is None:
-        out = np.zeros(shape.schedule_words, np.int32)
-    elif out.shape == (shape.schedule_words,) and out.dtype == np.int32 and out.flags.c_contiguous:
-        out.fill(0)
+        out = np.empty(shape.schedule_words, np.int32)
     else:
+        _check_out(shape, out)
+    _write_counts(shape, work.queries, chunk, chunks, out)
+    _write_items(shape, work.queries, chunks, items, ends, out)
+    return out
+
+
+def _check_out(shape: FA2Shape, out: IntArray) -> None:
+    wanted = (shape.schedule_words,)
+    if out.shape != wanted or out.dtype != INT32 or not out.flags.c_contiguous:
         raise ShapeError(
             "out",
             given=f"{out.dtype} {out.shape}",
-            wanted=f"contiguous int32 ({shape.schedule_words},), shape.schedule_words",
+            wanted=f"contiguous int32 {wanted}, shape.schedule_words",
         )
-    out[shape.places.kv_chunk_size // 4] = chunk * shape.page_size
-    _write_counts(shape, work, chunks, out)
-    _write_items(shape, work, chunks, items, num_items, out)
+
+
+@lru_cache(maxsize=256)
+def _unsplit_schedule(shape: FA2Shape, query_lens: bytes) -> IntArray:
+    """Schedule of int32 lengths without splitting: the same in all steps of a decode."""
+    queries = tiling_of(shape, query_lens)
+    out = np.empty(shape.schedule_words, np.int32)
+    ones, items = np.ones_like(queries.tiles), queries.tiles.astype(np.int64)
+    # FlashInfer leaves its largest 64-bit integer as chunk, and the kernel reads the lower half.
+    _write_counts(shape, queries, -1, ones, out)
+    _write_items(shape, queries, ones, items, np.add.accumulate(items), out)
+    out.flags.writeable = False
     return out
+
+
+def _write_counts(
+    shape: FA2Shape, queries: Tiling, chunk: int, chunks: IntArray, out: IntArray
+) -> None:
+    """Write chunk size, number of rows, and where partial results go; 0 everywhere else."""
+    places, n = shape.places, chunks.size
+    out.fill(0)
+    out[places.kv_chunk_size // 4] = chunk * shape.page_size
+    out[places.total_num_rows // 4] = queries.num_rows
+    o_indptr = out[places.o_indptr // 4 :][: shape.num_requests + 1]
+    np.add.accumulate(queries.query_lens * chunks, out=o_indptr[1 : n + 1])
+    o_indptr[n + 1 :] = o_indptr[n]
+    if shape.split:
+        merge = out[places.merge_indptr // 4 :][1 : queries.num_rows + 1]
+        np.add.accumulate(chunks.repeat(queries.query_lens), out=merge)
 
 
 def _write_items(
     shape: FA2Shape,
-    work: Work,
+    queries: Tiling,
     chunks: IntArray,
     items: npt.NDArray[np.int64],
-    num_items: int,
+    ends: npt.NDArray[np.int64],
     out: IntArray,
 ) -> None:
-    """Write request, query tile and KV chunk of each item, and its flag, into zeroed `out`."""
-    places = shape.places
-    request = np.arange(items.size, dtype=np.int32).repeat(items)
-    out[:num_items] = request
+    """Write request, query tile and KV chunk of each item, and its flag, into zeroed `out`.
+
+    `items` and `ends` are the number of each request's items and their running sum.
+    """
+    places, num_items = shape.places, int(ends[-1])
+    out[:num_items] = np.arange(items.size, dtype=np.int32).repeat(items)
     out.view(np.uint8)[places.block_valid_mask :][:num_items] = 1
-    if work.one_tile and num_items == work.num_tiles:
+    if queries.one_tile and num_items == queries.num_tiles:
         return  # tile 0 and chunk 0 everywhere
     # Position of each item within its request, whose tiles come one after another, each with its
     # chunks in order.
-    starts = np.add.accumulate(items) - items
     local = np.arange(num_items, dtype=np.int32)
-    local -= starts.astype(np.int32).take(request)
+    local -= (ends - items).astype(np.int32).repeat(items)
     qo_tile = out[places.qo_tile_indices // 4 :][:num_items]
     kv_tile = out[places.kv_tile_indices // 4 :][:num_items]
-    if work.one_tile:
+    if queries.one_tile:
         kv_tile[:] = local
-    elif num_items == work.num_tiles:
+    elif num_items == queries.num_tiles:
         qo_tile[:] = local
     else:
-        np.divmod(local, chunks.take(request), out=(qo_tile, kv_tile))
-
-
-def _write_counts(shape: FA2Shape, work: Work, chunks: IntArray, out: IntArray) -> None:
-    """Write the number of rows and where their partial results go into zeroed `out`."""
-    places, n = shape.places, chunks.size
-    out[places.total_num_rows // 4] = work.num_rows
-    o_indptr = out[places.o_indptr // 4 :][: shape.num_requests + 1]
-    np.add.accumulate(work.query_lens * chunks, dtype=np.int32, out=o_indptr[1 : n + 1])
-    o_indptr[n + 1 :] = o_indptr[n]
-    if shape.split:
-        merge = out[places.merge_indptr // 4 :][1 : work.num_rows + 1]
-        if work.one_tile and work.num_rows == n == work.num_tiles:  # one row each
-            merge[:] = o_indptr[1 : n + 1]
-        else:
-            np.add.accumulate(chunks.repeat(work.query_lens), dtype=np.int32, out=merge)
+        np.divmod(local, chunks.repeat(items), out=(qo_tile, kv_tile))

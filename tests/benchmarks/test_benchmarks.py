@@ -13,6 +13,7 @@ from rich.console import Console
 
 import jax_frontend
 import torch_backend
+from benchmarks import docs
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gpu_steps import jax_step, torch_layers
 from benchmarks.recording import Run
@@ -167,3 +168,29 @@ def test_jax_and_torch_steps_are_the_same_work_and_handler_calls_are_counted(sca
     assert python_calls.total() - before == 2 * layers
     assert torch.equal(to_torch(out), expected)
     jax_frontend.release_cache(kv.name)
+
+
+def test_documents_are_filled_from_results(tmp_path: Path) -> None:
+    document = {
+        "machine": {"processor": "a processor", "cores": 2},
+        "versions": {"torch": "2.0", "cupy": None},
+        "wall_seconds": {"cpu_planning": 1.0},
+        "results": [
+            {
+                "benchmark": "cpu_planning",
+                "case": "RaggedBatch",
+                "shape": {"requests": 256},
+                "median": 0.125,
+                "unit": "ms",
+            }
+        ],
+    }
+    text = "a\n<!-- performance: cpu -->\nold\n<!-- /performance -->\nb\n"
+    untouched = "<!-- performance: uneven -->\nold\n<!-- /performance -->\n"
+    filled = docs.fill(text + untouched, [(Path("results/run.json"), document)])
+    assert filled.endswith("b\n" + untouched)
+    assert "| requests 256 | RaggedBatch | 0.125 ms |  |" in filled
+    assert "a processor, 2 cores; torch 2.0; `results/run.json`." in filled
+    assert "old" not in filled.removesuffix(untouched)
+    # Filling again changes nothing.
+    assert docs.fill(filled, [(Path("results/run.json"), document)]) == filled

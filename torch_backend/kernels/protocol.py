@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +74,14 @@ class Work:
     bucket: Bucket
     source: str
     role: str = "all"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.spec, self.cache, self.bucket, self.num_requests, self.source, self.role))
+
+    def __hash__(self) -> int:
+        # Families look up by it what they computed for a bucket, several times a plan.
+        return self._hash
 
 
 @dataclass(frozen=True)
