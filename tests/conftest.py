@@ -8,11 +8,17 @@ import os
 # another, or beside anything else, many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 HAS_CUDA = torch.cuda.is_available()
+
+# A machine that is there for its GPU need not have what the demo and its tests import.
+NEEDED_BY_EXAMPLES = ("gguf", "tokenizers", "transformers")
+collect_ignore = ["examples"] if HAS_CUDA and not all(map(find_spec, NEEDED_BY_EXAMPLES)) else []
 
 # JAX reads these once, at its import, so they are set before any test module is collected.
 os.environ["JAX_ENABLE_X64"] = "0"

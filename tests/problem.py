@@ -18,6 +18,7 @@ import torch
 import jax_frontend
 import torch_backend
 from interop import AttentionPlan, AttentionSpec, Bucket, RaggedBatch
+from torch_backend.kernels.flashinfer_abi import ModuleKey
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Layout = Literal["NHD", "HND"]
@@ -39,13 +40,25 @@ class Tolerance:
     lse: float
 
 
-# Problems have values of unit size, so these are errors relative to the data. The output is rounded
-# to the dtype, and GPU kernels round the softmax weights to it, too. The LSE is always float32.
+# Problems have values of unit size, so these are errors relative to the data. The reference
+# computes in float32 and rounds its output to the dtype. The kernels round the softmax weights to
+# it as well: their sum, and so the LSE, can be off by half a unit in the last place of the dtype
+# (2**-9 in bfloat16). With a soft cap they take the hardware's tanh, good to 11 bits of each logit.
 TOLERANCES = {
-    "float32": Tolerance(out=2e-5, lse=2e-5),
-    "float16": Tolerance(out=2e-3, lse=2e-3),
-    "bfloat16": Tolerance(out=1.5e-2, lse=2e-3),
+    ("reference", "float32"): Tolerance(out=2e-5, lse=2e-5),
+    ("reference", "float16"): Tolerance(out=2e-3, lse=2e-3),
+    ("reference", "bfloat16"): Tolerance(out=1.5e-2, lse=2e-3),
+    ("kernel", "float16"): Tolerance(out=4e-3, lse=5e-3),
+    ("kernel", "bfloat16"): Tolerance(out=2e-2, lse=5e-3),
+    ("kernel with soft cap", "bfloat16"): Tolerance(out=3e-2, lse=1e-2),
 }
+
+
+def tolerance_of(dtype: str, key: ModuleKey | None = None) -> Tolerance:
+    """Tolerance of the reference family, or of the compiled module of this key."""
+    if key is None:
+        return TOLERANCES["reference", dtype]
+    return TOLERANCES["kernel with soft cap" if key.soft_cap else "kernel", dtype]
 
 
 class _Readable:
@@ -205,6 +218,8 @@ def run_jax(
     if kind == "handle":
         # One name for all problems: it is part of the jit cache's key.
         kv = jax_frontend.cache_handle(cache, name="problem", sharding=sharding)
+        # The pools were filled on torch's stream, which XLA knows nothing of.
+        kv = jax_frontend.jax_after_torch(kv)
     else:
         kv = jax_frontend.init_cache(
             spec,
@@ -303,9 +318,12 @@ def from_torch(tensor: torch.Tensor) -> Array:
     return tensor.cpu().view(integer).numpy().view(dtype)
 
 
-def assert_close(got: Answer, problem: Problem) -> None:
-    """Compare with the oracle: the numbers within tolerance, the pools byte for byte."""
-    want, tolerance = run_oracle(problem), TOLERANCES[problem.dtype]
+def assert_close(got: Answer, problem: Problem, key: ModuleKey | None = None) -> None:
+    """Compare with the oracle: the numbers within tolerance, the pools byte for byte.
+
+    `key` is the compiled module that computed the answer; `None` says the reference family.
+    """
+    want, tolerance = run_oracle(problem), tolerance_of(problem.dtype, key)
     assert got.out.dtype == NUMPY_DTYPES[problem.dtype]
     assert got.lse.dtype == np.float32
     assert_within("out", got.out, want.out, tolerance.out)

@@ -1,12 +1,14 @@
 """Three ways to the same answer: the oracle, the PyTorch core and the JAX front end.
 
-Each test body runs on every device that the `device` fixture offers. Problems are drawn at random;
-how, and what makes them hard, is in strategies.py.
+Each test body runs on every `Target`: the reference family on the CPU and on a GPU, and each
+compiled module there. Problems are drawn at random from what the target computes; how, and what
+makes them hard, is in strategies.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import hypothesis.strategies as st
@@ -14,10 +16,10 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from families import VARIANTS, need, only
 from hypothesis import given, settings
 from problem import (
     NUMPY_DTYPES,
-    TOLERANCES,
     Array,
     CacheKind,
     Call,
@@ -32,50 +34,121 @@ from problem import (
     run_jax,
     run_torch,
     to_torch,
+    tolerance_of,
 )
-from strategies import paged_problems, ragged_problems, seeds
+from strategies import REFERENCE, Space, paged_problems, ragged_problems, seeds
 
 import jax_frontend
 import torch_backend
 from torch_backend.kernels import reference
+from torch_backend.kernels.flashinfer_abi import ModuleKey
 
-# Under jit every new shape is compiled, which takes longer than all the rest.
-jax_examples = settings(max_examples=settings().max_examples // 4)
+CALLS = st.sampled_from(get_args(Call))
 
 calls = pytest.mark.parametrize("call", get_args(Call))
 cache_kinds = pytest.mark.parametrize("kind", get_args(CacheKind))
-dtypes = pytest.mark.parametrize("dtype", TOLERANCES)
+dtypes = pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and what computes there: a compiled module, or the reference family."""
+
+    device: str
+    key: ModuleKey | None = None
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.key or 'reference'}"
+
+    @property
+    def space(self) -> Space:
+        """Problems that the target computes."""
+        if self.key is None:
+            return REFERENCE
+        return Space(
+            head_dims=((self.key.head_dim, self.key.head_dim),),
+            dtypes=(self.key.dtype,),
+            sliding_windows=(1, 2, 7, 33, 1000) if self.key.window else (None,),
+            soft_caps=(3.0, 30.0) if self.key.soft_cap else (None,),
+            # The hardware's tanh has a relative error, so logits must not be large.
+            sm_scales=(None, 0.11) if self.key.soft_cap else REFERENCE.sm_scales,
+        )
+
+    def paged(self) -> st.SearchStrategy[Problem]:
+        """Problems over pages; a kernel is not launched where there are no rows."""
+        problems = paged_problems(self.space)
+        return problems if self.key is None else problems.filter(lambda it: len(it.query) > 0)
+
+    def ragged(self) -> st.SearchStrategy[Problem]:
+        """Problems without a cache; FA3 needs rows of keys as well."""
+        problems = ragged_problems(self.space)
+        if self.key is None:
+            return problems
+        return problems.filter(lambda it: len(it.query) > 0 and len(it.key) > 0)
+
+    def check(
+        self, body: Callable[..., None], *drawn: st.SearchStrategy[Any], share: int = 1
+    ) -> None:
+        """Call `body` with a share of as many draws as the profile says, and fewer on a GPU."""
+        if self.key is not None:
+            need(self.key)
+        count = settings().max_examples // share
+        if self.device == "cuda":
+            # A small problem is no faster there, and under jit each is compiled.
+            count = settings().max_examples // (5 if share == 1 else 25)
+        with only("reference" if self.key is None else self.key.backend):
+            settings(max_examples=max(1, count))(given(*drawn)(body))()
+
+
+# Under jit every new shape is compiled, which takes longer than all the rest.
+JITTED = 4
+
+
+def _on(device: str, *keys: ModuleKey | None) -> list[Any]:
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return [pytest.param(Target(device, key), marks=marks) for key in keys]
+
+
+on_devices = pytest.mark.parametrize("target", _on("cpu", None) + _on("cuda", None), ids=str)
+on_all = pytest.mark.parametrize("target", _on("cpu", None) + _on("cuda", None, *VARIANTS), ids=str)
 
 
 @calls
-@given(problem=paged_problems())
-def test_torch_over_pages(device: str, call: Call, problem: Problem) -> None:
-    assert_close(run_torch(problem, device, call), problem)
+@on_all
+def test_torch_over_pages(target: Target, call: Call) -> None:
+    def body(problem: Problem) -> None:
+        assert_close(run_torch(problem, target.device, call), problem, target.key)
+
+    target.check(body, target.paged())
 
 
-@given(problem=ragged_problems())
-def test_torch_without_cache(device: str, problem: Problem) -> None:
-    assert_close(run_torch(problem, device), problem)
+@on_all
+def test_torch_without_cache(target: Target) -> None:
+    def body(problem: Problem) -> None:
+        assert_close(run_torch(problem, target.device), problem, target.key)
+
+    target.check(body, target.ragged())
 
 
-@calls
 @cache_kinds
-@jax_examples
-@given(problem=paged_problems(), traced_layer=st.booleans())
-def test_jax_over_pages(
-    jax_device: str, kind: CacheKind, call: Call, problem: Problem, traced_layer: bool
-) -> None:
-    got = run_jax(problem, jax_device, kind, call, traced_layer=traced_layer)
-    assert_close(got, problem)
-    assert_identical(got, run_torch(problem, jax_device, call))
+@on_all
+def test_jax_over_pages(target: Target, kind: CacheKind) -> None:
+    def body(problem: Problem, call: Call, traced_layer: bool) -> None:
+        got = run_jax(problem, target.device, kind, call, traced_layer=traced_layer)
+        assert_close(got, problem, target.key)
+        assert_identical(got, run_torch(problem, target.device, call))
+
+    target.check(body, target.paged(), CALLS, st.booleans(), share=JITTED // len(get_args(Call)))
 
 
-@jax_examples
-@given(problem=ragged_problems())
-def test_jax_without_cache(jax_device: str, problem: Problem) -> None:
-    got = run_jax(problem, jax_device)
-    assert_close(got, problem)
-    assert_identical(got, run_torch(problem, jax_device))
+@on_all
+def test_jax_without_cache(target: Target) -> None:
+    def body(problem: Problem) -> None:
+        got = run_jax(problem, target.device)
+        assert_close(got, problem, target.key)
+        assert_identical(got, run_torch(problem, target.device))
+
+    target.check(body, target.ragged(), share=JITTED)
 
 
 @given(problem=paged_problems())
@@ -100,20 +173,23 @@ def with_any_bits(problem: Problem, seed: int) -> Problem:
     return replace(problem, key=scramble(problem.key), value=scramble(problem.value))
 
 
-@given(problem=paged_problems(), seed=seeds)
-def test_torch_appends_the_very_bytes(device: str, problem: Problem, seed: int) -> None:
-    problem = with_any_bits(problem, seed)
-    assert_same_pools(run_torch(problem, device), *appended_pools(problem))
+@on_devices
+def test_torch_appends_the_very_bytes(target: Target) -> None:
+    def body(problem: Problem, seed: int) -> None:
+        problem = with_any_bits(problem, seed)
+        assert_same_pools(run_torch(problem, target.device), *appended_pools(problem))
+
+    target.check(body, target.paged(), seeds)
 
 
 @cache_kinds
-@jax_examples
-@given(problem=paged_problems(), seed=seeds)
-def test_jax_appends_the_very_bytes(
-    jax_device: str, kind: CacheKind, problem: Problem, seed: int
-) -> None:
-    problem = with_any_bits(problem, seed)
-    assert_same_pools(run_jax(problem, jax_device, kind), *appended_pools(problem))
+@on_devices
+def test_jax_appends_the_very_bytes(target: Target, kind: CacheKind) -> None:
+    def body(problem: Problem, seed: int) -> None:
+        problem = with_any_bits(problem, seed)
+        assert_same_pools(run_jax(problem, target.device, kind), *appended_pools(problem))
+
+    target.check(body, target.paged(), seeds, share=JITTED)
 
 
 def merge_operands(dtype: str) -> list[Array]:
@@ -136,8 +212,8 @@ def check_merged(out: Array, lse: Array, operands: list[Array], dtype: str) -> N
     want_out, want_lse = oracle.merge_states(*operands)
     assert out.dtype == NUMPY_DTYPES[dtype]
     assert lse.dtype == np.float32
-    assert_within("out", out, want_out, TOLERANCES[dtype].out)
-    assert_within("lse", lse, want_lse, TOLERANCES[dtype].lse)
+    assert_within("out", out, want_out, tolerance_of(dtype).out)
+    assert_within("lse", lse, want_lse, tolerance_of(dtype).lse)
     assert not out[np.isneginf(want_lse)].any()
 
 
@@ -170,9 +246,10 @@ def test_attention_in_two_parts_merges_to_the_whole(device: str, dtype: str) -> 
     states = []
     for part in (slice(0, 7), slice(7, 40)):
         some = replace(whole, key=key[part], value=value[part], kv_lens=[part.stop - part.start])
-        answer = run_torch(some, device)
+        with only("reference"):
+            answer = run_torch(some, device)
         states += [to_torch(answer.out, device), to_torch(answer.lse, device)]
     out, lse = (from_torch(x) for x in torch_backend.merge_states(*states))
     want_out, want_lse = oracle.ragged_attention(query, key, value, [3], [40], **features)
-    assert_within("out", out, want_out, 2 * TOLERANCES[dtype].out)  # rounded twice
-    assert_within("lse", lse, want_lse, TOLERANCES[dtype].lse)
+    assert_within("out", out, want_out, 2 * tolerance_of(dtype).out)  # rounded twice
+    assert_within("lse", lse, want_lse, tolerance_of(dtype).lse)

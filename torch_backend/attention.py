@@ -26,6 +26,9 @@ from .dispatch import run
 from .kernels import Operands
 from .writing import write_rows
 
+# Kernels read rows with loads of 16 bytes; one that begins elsewhere would end the CUDA context.
+KERNEL_ALIGNMENT = 16
+
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
 
@@ -348,4 +351,12 @@ def _check_rows(
             given=f"strides {rows.stride()}",
             wanted="a contiguous tensor",
             remedy=f"Call {name}.contiguous(); nothing is copied silently.",
+        )
+    if rows.is_cuda and rows.data_ptr() % KERNEL_ALIGNMENT:
+        raise ShapeError(
+            name,
+            given=f"an address {rows.data_ptr() % KERNEL_ALIGNMENT} bytes past a multiple of "
+            f"{KERNEL_ALIGNMENT}",
+            wanted=f"memory aligned to {KERNEL_ALIGNMENT} bytes, which kernels read at once",
+            remedy=f"Call {name}.clone(), or slice at a multiple of {KERNEL_ALIGNMENT} bytes.",
         )

@@ -4,7 +4,7 @@ Requests of similar length are worked on together, a block of their keys at a ti
 pages are gathered into a buffer of a bounded size, which all blocks of a call take turns with, and
 the softmax runs over the blocks with a running maximum and sum (the "online softmax" of Milakov and
 Gimelshein, 2018). Extra memory is at most `EXTRA_BYTES`, whatever the batch, as long as one token's
-keys of all heads fit the buffer. Everything is accumulated in float32.
+keys of all heads fit the buffer and a head is at least 8 wide. Everything is summed in float32.
 
 What costs time on a CPU is memory that was never touched before, where every 4 KiB is a page fault,
 and small operations. So buffers are reused, and are no larger than the call needs; keys go straight
@@ -35,14 +35,15 @@ __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
 
 HostArray = npt.NDArray[np.int64]
 
-# Elements of one gathered block: keys, then values, of all its requests and heads.
+# Elements of one gathered block (keys, then values, of all its requests and heads) and of its
+# logits: small enough to stay in a cache of a CPU, large enough that few operations are needed.
 BLOCK_ELEMENTS = 1 << 20
 LOGIT_ELEMENTS = 1 << 20
 # Elements of a block's query and output rows, over all its requests.
 ROW_ELEMENTS = 1 << 20
 # The gathered block as it lies in the pages and widened, and its row indices; logits and masks;
 # copies of rows on their way in and out.
-EXTRA_BYTES = 4 * (4 * BLOCK_ELEMENTS + 2 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
+EXTRA_BYTES = 4 * (3 * BLOCK_ELEMENTS + 2 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
 # Where a running maximum starts: unlike -inf it can be subtracted from itself.
 LOWEST = torch.finfo(torch.float32).min
 
@@ -75,11 +76,10 @@ class _Rows:
 
     key: Tensor  # [rows, head_dim]
     value: Tensor  # [rows, head_dim_v]
-    heads: Tensor  # [num_kv_heads, 1] int64, how far each head lies from the first one of a token
-    pages: HostArray | None  # page_indices; `None` where tokens follow one another
+    heads: HostArray  # [num_kv_heads, 1], how far each head lies from the first one of a token
+    pages: npt.NDArray[np.int32] | None  # page_indices; `None` where tokens follow one another
     page_size: int
     slot_stride: int  # rows from one token of a page to the next
-    page_stride: int
 
     @classmethod
     def of(cls, launch: Launch, operands: Operands) -> _Rows:
@@ -87,27 +87,28 @@ class _Rows:
         size, slot_stride, head_stride, pages = 1, heads, 1, None
         if launch.source == "pages":
             assert launch.cache is not None
-            size, pages = launch.cache.page_size, _host(operands.metadata["page_indices"])
+            size, pages = launch.cache.page_size, operands.metadata["page_indices"].cpu().numpy()
             if launch.cache.layout == "HND":
                 slot_stride, head_stride = 1, size
         return cls(
             operands.key.view(-1, launch.spec.head_dim),
             operands.value.view(-1, launch.spec.head_dim_v),
-            torch.arange(heads, device=operands.key.device).mul_(head_stride).unsqueeze(1),
+            np.arange(0, heads * head_stride, head_stride)[:, None],
             pages,
             size,
             slot_stride,
-            size * heads,
         )
 
-    def find(self, first_page: HostArray, token: HostArray) -> Tensor:
-        """Return the rows ``[requests * num_kv_heads * tokens]`` of ``token [requests, tokens]``."""
+    def find(self, first_page: HostArray, token: HostArray) -> HostArray:
+        """Return the rows ``[requests * num_kv_heads * n]`` of ``token [requests, n]``."""
         column = token // self.page_size
         page = first_page[:, None] + column
         if self.pages is not None:
-            page = self.pages[page]
-        first = page * self.page_stride + (token - column * self.page_size) * self.slot_stride
-        return (torch.from_numpy(first).to(self.heads.device).unsqueeze(1) + self.heads).view(-1)
+            page = self.pages[page].astype(np.int64)
+        page *= self.page_size * self.heads.size
+        page += (token - column * self.page_size) * self.slot_stride
+        rows: HostArray = (page[:, None] + self.heads).ravel()
+        return rows
 
 
 def _gather(rows: Tensor, index: Tensor, batch: int, scratch: _Scratch) -> Tensor:
@@ -155,9 +156,9 @@ def _groups(
     classes = np.frexp(query_lens[busy] - 1)[1]
     order = np.lexsort((-kv_lens[busy], classes))
     chosen, classes = busy[order], classes[order]
-    ends = np.append(np.flatnonzero(np.diff(classes)) + 1, chosen.size)
+    ends = np.flatnonzero(classes[1:] != classes[:-1]) + 1
     begin = 0
-    for end in ends.tolist():
+    for end in [*ends.tolist(), chosen.size]:
         while begin < end:
             longest = int(kv_lens[chosen[begin]])
             count = max(1, min(tokens // longest, most))
@@ -256,13 +257,14 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
     row = group.first_row[:, None] + offset
     position = (group.kv_lens - group.query_lens)[:, None] + offset  # [requests, rows]
     # Rows past the end of a request are computed with the others, from any query, and left out.
-    kept = np.flatnonzero(offset < group.query_lens[:, None])
+    kept, source = None, row
+    if offset[-1] >= group.query_lens.min():
+        kept = np.flatnonzero(offset < group.query_lens[:, None])
+        source = np.minimum(row, operands.query.shape[0] - 1)
 
-    query = operands.query.index_select(
-        0, place(np.minimum(row, operands.query.shape[0] - 1).ravel())
-    )
+    query = operands.query.index_select(0, place(source.ravel()))
     query = query.view(requests, rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
-    query = (query.transpose(1, 2).float() * spec.sm_scale).view(batch, -1, spec.head_dim)
+    query = query.transpose(1, 2).reshape(batch, -1, spec.head_dim).float() * spec.sm_scale
 
     # Keys that some row sees: first <= key < last, for each request.
     last, first = group.kv_lens[:, None], np.zeros((requests, 1), np.int64)
@@ -277,7 +279,8 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         seen = np.arange(left, min(left + step, end))
         # What no row sees may hold anything, NaN included, and 0 * NaN is NaN: a key that some row
         # sees stands in for it, and is masked.
-        index = call.rows.find(group.first_page, np.minimum(np.maximum(seen, first), last - 1))
+        token = np.minimum(np.maximum(seen, first), last - 1)
+        index = place(call.rows.find(group.first_page, token))
         key = _gather(call.rows.key, index, batch, scratch)
         logits = scratch.take("logits", torch.float32, batch, query.shape[1], seen.size)
         torch.bmm(query, key.transpose(1, 2), out=logits)
@@ -301,20 +304,19 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         top = peak
     assert top is not None  # every request of a group has keys
 
-    # The largest weight is 1, so a sum below 1 is that of a row that sees no key.
-    empty = total == 0.0
-    total.clamp_min_(1.0)
-    target = place(row.ravel()[kept])
+    # The largest weight is 1, so a sum below it is 0: that of a row whose logits are all -inf.
+    summed.div_(total.clamp_min_(1.0))
+    target = place(row.ravel() if kept is None else row.ravel()[kept])
 
     def put(out: Tensor, result: Tensor) -> None:
         result = result.view(*heads, -1).transpose(1, 2).reshape(requests * rows, *out.shape[1:])
-        if kept.size < requests * rows:
+        if kept is not None:
             result = result.index_select(0, place(kept))
         out.index_copy_(0, target, result.to(out.dtype))
 
-    put(operands.out, summed.div_(total).masked_fill_(empty, 0.0))
+    put(operands.out, summed)
     if operands.lse is not None:
-        put(operands.lse, top.add_(total.log_()).masked_fill_(empty, -math.inf))
+        put(operands.lse, total.log_().add_(top).masked_fill_(top == LOWEST, -math.inf))
 
 
 def _hidden(
@@ -325,8 +327,11 @@ def _hidden(
     `None` where every row sees all of them. `first`, `last` ``[requests, 1]`` and `position`
     ``[requests, rows]`` as in `_attend_rows`.
     """
+    rows = position.shape[1]
+    if rows == 1 and seen[0] >= first.max() and seen[-1] < last.min():
+        return None
     hidden = ((seen < first) | (seen >= last))[:, None]
-    if position.shape[1] > 1:
+    if rows > 1:
         if spec.causal:
             hidden = hidden | (seen > position[:, :, None])
         if spec.window_left >= 0:
