@@ -111,12 +111,13 @@ class Run:
     @property
     def repeats(self) -> int:
         """Repeats of a measurement."""
-        return 3 if self.quick else 7
+        return 3 if self.quick else 5
 
     @property
     def seconds(self) -> float:
         """About how long one repeat lasts."""
-        return 0.02 if self.quick else 0.05
+        # Long enough for the wait at its end not to count: that takes about half a millisecond.
+        return 0.05 if self.quick else 0.12
 
     def add(self, case: str, shape: dict[str, Any], value: Timing, unit: str, **more: Any) -> None:
         """Write down one result; `more` are figures derived from it and notes."""

@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = ["Timing", "measure", "measure_calls", "measure_pair", "summary"]
 
-WARM_UP_STEPS = 3
+# XLA records the launches of a step over its first runs, one address after another.
+WARM_UP_STEPS = 12
 MOST_STEPS = 400
 
 

@@ -98,9 +98,12 @@ def handle_in_program(cache: CacheHandle, token: jax.Array) -> CacheHandle:
 def flatten_handle(handle: CacheHandle) -> tuple[tuple[jax.Array], tuple[str, CacheSpec]]:
     """Leaves and static part, as JAX asks for at a program's edges (and at a loop's).
 
-    There a token that a call made goes through an operation, too: see `owned_token`.
+    There a traced token goes through an operation, too. One that a call made has its reason in
+    `owned_token`. One that merely passes through would be copied by XLA, and CUDA does not let a
+    recorded copy change from torch's memory to XLA's, which is where the next step's token lies.
     """
-    token = jnp.maximum(handle.token, 0) if handle._in_program else handle.token
+    traced = isinstance(handle.token, jax.core.Tracer)
+    token = jnp.maximum(handle.token, 0) if traced else handle.token
     return (token,), (handle.name, handle.spec)
 
 

@@ -18,7 +18,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gpu_steps import jax_step, torch_layers
 from benchmarks.recording import Run
 from benchmarks.targets import TARGETS, Figures
-from benchmarks.timing import Timing, measure, measure_pair, summary
+from benchmarks.timing import WARM_UP_STEPS, Timing, measure, measure_pair, summary
 from benchmarks.workload import SPEC, causal_flops, kv_bytes, make_batch
 from interop.dlpack import to_jax, to_torch
 from interop.ffi import python_calls
@@ -96,8 +96,9 @@ def test_measure_waits_once_a_repeat_for_the_last_step() -> None:
     steps = iter(range(10**6))
     timing = measure(lambda: next(steps), waited.append, repeats=4, seconds=0.0)
     assert (timing.repeats, timing.steps) == (4, 1)
-    # Three warm-up steps with a wait each, three more with one, four repeats.
-    assert waited == [0, 1, 2, 5, 6, 7, 8, 9]
+    # Warm-up steps with a wait each, as many more with one, four repeats.
+    warm = WARM_UP_STEPS
+    assert waited == [*range(warm), 2 * warm - 1, *range(2 * warm, 2 * warm + 4)]
 
 
 def test_pairs_are_compared_pair_by_pair() -> None:
@@ -105,7 +106,7 @@ def test_pairs_are_compared_pair_by_pair() -> None:
     first, second, difference = measure_pair(
         lambda: order.append("a"), lambda: order.append("b"), calls=5
     )
-    assert order == ["a", "b"] * 8
+    assert order == ["a", "b"] * (WARM_UP_STEPS + 5)
     assert first.repeats == second.repeats == difference.repeats == 5
 
 

@@ -352,7 +352,7 @@ def test_plans_equal_those_recorded_on_a_gpu(case: dict[str, Any]) -> None:
     lengths = Lengths(np.diff(qo_indptr), kv_lens, np.diff(kv_indptr), qo_indptr, kv_indptr)
     decision = family.decide(work, lengths)
     launch, sizes = family.shape(work, decision.variant)
-    assert list(launch.constants[:-1]) == case["plan_info"]
+    assert list(launch.constants[: len(case["plan_info"])]) == case["plan_info"]
     fields = {name: np.full(size, -7, np.int32) for name, size in sizes.items()}
     family.write(work, launch, lengths, decision, fields)
     if case["family"] == "fa2":

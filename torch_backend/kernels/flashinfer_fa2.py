@@ -87,7 +87,12 @@ class FA2Family:
             source=work.source,
             spec=work.spec,
             cache=work.cache,
-            constants=(*shape.plan_info, int(work.device.capability >= PDL_LEAST_CAPABILITY)),
+            constants=(
+                *shape.plan_info,
+                int(work.device.capability >= PDL_LEAST_CAPABILITY),
+                # Of a mixed batch the launch after this one converts all rows, these among them.
+                int(work.role != "decodes"),
+            ),
             scratch_bytes=shape.scratch_bytes,
         )
         load_early("fa2", work, launch)
@@ -157,7 +162,8 @@ class FA2Family:
                 operands.lse,
                 *call.options,
             )
-        to_natural(operands.lse)
+        if launch.constants[-1]:
+            to_natural(operands.lse)
 
     def _shape(self, work: Work, variant: int) -> FA2Shape:
         return _balanced_shape(work, variant == SPLIT)
@@ -183,7 +189,8 @@ class FlashInferPlannedFamily(FA2Family):
 
 @lru_cache(maxsize=4096)
 def _ready_fa2(launch: Launch) -> Call:
-    return ready("fa2", launch, launch.constants[:-1], bool(launch.constants[-1]))
+    *plan_info, pdl, _ = launch.constants
+    return ready("fa2", launch, tuple(plan_info), bool(pdl))
 
 
 def _page_size(work: Work) -> int:
@@ -225,7 +232,11 @@ def _balanced_shape(work: Work, split: bool) -> FA2Shape:
 def _flashinfer_shape(work: Work) -> FA2Shape:
     """Shape by the rules of FlashInfer's planner in graph mode."""
     spec, rows, requests = work.spec, work.bucket.num_tokens, work.num_requests
-    tile = cta_tile_q(max(rows - requests + 1, 1) * spec.group_size, spec.head_dim_v)
+    longest = rows - requests + 1
+    if longest < 0:
+        # It subtracts unsigned numbers, and takes the largest tile for what comes of it.
+        longest = 2**31
+    tile = cta_tile_q(longest * spec.group_size, spec.head_dim_v)
     tiles = -(-rows * spec.group_size // tile) + requests - 1
     return FA2Shape(
         num_requests=requests,
