@@ -11,7 +11,6 @@ import torch
 import jax_frontend
 import torch_backend
 from interop import AttentionPlan, AttentionSpec, Bucket, RaggedBatch
-from torch_backend import PagedKVCache
 
 from . import peers
 from .gpu_steps import (
@@ -91,7 +90,7 @@ def _prefill_of(run: Run, requests: int, length: int, shape: dict[str, Any]) -> 
         def whole() -> Any:
             x = query
             for layer in range(LAYERS):
-                x = torch_backend.paged_attention(x, key, value, cache, first, layer)  # type: ignore[assignment]
+                x = torch_backend.paged_attention(x, key, value, cache, first, layer)
             return x
 
         assert first.static.own is not None
@@ -163,7 +162,7 @@ def _own_rows(
     def step() -> Any:
         x = query
         for _ in range(LAYERS):
-            x = torch_backend.ragged_attention(x, key, value, plan)  # type: ignore[assignment]
+            x = torch_backend.ragged_attention(x, key, value, plan)
         return x
 
     add("own rows alone, PyTorch", time_torch(run, step), family=plan.static.main[0].family)
@@ -179,7 +178,7 @@ def _own_rows(
 
 
 def mixed(run: Run) -> None:
-    """A batch of decodes and prefills: one launch over all, or one for each kind."""
+    """A batch of decodes and prefills: one launch over all, and what the plan makes of it."""
     for decodes, prefills in MIXES[:2] if run.quick else MIXES:
         shape = {"decodes": list(decodes), "prefills": list(prefills), "layers": LAYERS}
         with run.attempt("both ways", shape):
@@ -200,39 +199,21 @@ def _mix(
     cache = new_cache(LAYERS, pages_for(kv_lens))
     query = random_query(sum(query_lens))
 
-    def planned(part: slice) -> AttentionPlan[torch.Tensor]:
-        assert batch.page_table is not None
-        chosen = RaggedBatch(query_lens[part], kv_lens[part], batch.page_table[part])
-        return torch_backend.plan(
-            SPEC, cache.spec, chosen, bucket=bucket_of(chosen), device=cache.device
-        )
+    def one(case: str, kernel: str | None) -> None:
+        with run.attempt(case, shape):
+            plan = torch_backend.plan(
+                SPEC,
+                cache.spec,
+                batch,
+                bucket=bucket_of(batch),
+                device=cache.device,
+                kernel=kernel,
+            )
+            step = GraphStep(lambda: torch_layers(query, cache, plan, LAYERS))
+            timing = time_torch(run, step)
+            families = [launch.family for launch in plan.static.main]
+            run.add(case, shape, timing.scaled(1e6 / LAYERS), "us/layer", families=families)
 
-    def add(case: str, body: Callable[[], Any], *plans: AttentionPlan[torch.Tensor]) -> None:
-        timing = time_torch(run, GraphStep(body))
-        families = [plan.static.main[0].family for plan in plans]
-        run.add(case, shape, timing.scaled(1e6 / LAYERS), "us/layer", families=families)
-
-    with run.attempt("one launch", shape):
-        every = planned(slice(None))
-        add("one launch", lambda: torch_layers(query, cache, every, LAYERS), every)
-    with run.attempt("two launches", shape):
-        split = len(first)
-        left, right = planned(slice(split)), planned(slice(split, None))
-
-        def body() -> None:
-            _two(query, split, cache, left, right)
-
-        add("two launches", body, left, right)
+    one("one launch, FA2", "fa2")
+    one("as planned", None)
     release()
-
-
-def _two(
-    query: torch.Tensor,
-    split: int,
-    cache: PagedKVCache,
-    left: AttentionPlan[torch.Tensor],
-    right: AttentionPlan[torch.Tensor],
-) -> None:
-    for layer in range(LAYERS):
-        torch_backend.attend(query[:split], cache, left, layer)
-        torch_backend.attend(query[split:], cache, right, layer)

@@ -15,23 +15,18 @@ the longest block has left beyond that average is lost.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .batch import INT32_MAX, ONE, host_ints
 from .errors import LengthError, PlanError, ShapeError
-
-if TYPE_CHECKING:
-    from .schedule import FA2Shape
+from .fa2_shape import BLOCKS_PER_SM, FA2Shape
 
 __all__ = ["ChunkChoice", "choose_chunk", "flashinfer_chunk_pages"]
 
 IntArray = npt.NDArray[np.int32]
-
-# FlashInfer's planner counts on two resident thread blocks on every multiprocessor.
-BLOCKS_PER_SM = 2
 
 # Candidates divide the longest request into this many equal chunks, or not at all. The optimum is
 # flat, so coarse steps are enough; the finer ones at the start are for batches of a single wave.

@@ -19,7 +19,7 @@ import tvm_ffi
 from .attributes import ATTRIBUTES, Call, decode, encode
 from .errors import TransformError
 
-__all__ = ["TARGETS", "as_torch", "bind", "foreign_call", "guard", "python_calls", "xla_stream"]
+__all__ = ["TARGETS", "bind", "foreign_call", "guard", "python_calls", "xla_stream"]
 
 TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append")
 # Calls of this target wait for the device or allocate, so XLA may not record them.
@@ -131,11 +131,6 @@ def guard(name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         )
 
     return tuple(guarded(*arrays))
-
-
-def as_torch(buffer: Any) -> torch.Tensor:
-    """View a bridge tensor as a torch tensor, without any synchronisation of streams."""
-    return torch.utils.dlpack.from_dlpack(buffer.__dlpack__())
 
 
 def xla_stream(buffer: Any) -> contextlib.AbstractContextManager[Any]:

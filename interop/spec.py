@@ -219,6 +219,39 @@ class CacheSpec:
                 remedy="Use several caches, each for some of the layers.",
             )
 
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: object,
+        layout: str = "NHD",
+        device: str,
+    ) -> CacheSpec:
+        """Return the shape of a cache with the heads and widths that `spec` reads.
+
+        Raises
+        ------
+        ArgumentError
+            If `spec` is no `AttentionSpec`, and as the class does.
+        """
+        if not isinstance(spec, AttentionSpec):
+            raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
+        return cls(
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            dtype=dtype_name(dtype),
+            layout=layout,
+            device=device,
+        )
+
     @property
     def key_shape(self) -> tuple[int, int, int, int]:
         """Shape of the flat key pool."""

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
-from interop.spec import AttentionSpec, CacheSpec, dtype_name
+from interop.spec import AttentionSpec, CacheSpec
 from torch_backend import PagedKVCache
-from torch_backend.cache import check_is_spec
 from torch_backend.writing import warm
 
 __all__ = [
@@ -245,22 +244,18 @@ def init_cache(
     sharding
         Where the pools lie; JAX's default device when left out.
     """
-    check_is_spec(spec)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(default_device())
     device: jax.Device = next(iter(sharding.device_set))
-    shape = CacheSpec(
+    shape = CacheSpec.of(
+        spec,
         num_layers=num_layers,
         num_pages=num_pages,
         page_size=page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v,
-        dtype=dtype_name(dtype),
+        dtype=dtype,
         layout=layout,
         device="cpu" if device.platform == "cpu" else "cuda",
     )
-
     if shape.device == "cuda":
         warm(shape, torch.device("cuda", device.local_hardware_id))
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from interop.attributes import Call
-from interop.ffi import TARGETS, as_torch, bind, xla_stream
+from interop.ffi import TARGETS, bind, xla_stream
 from torch_backend import PagedKVCache
 from torch_backend.cache import WHOLE_POOL, layer_pools
 from torch_backend.dispatch import run
-from torch_backend.kernels import FAMILIES, Operands
+from torch_backend.kernels import FAMILIES, Operands, torch_view
 from torch_backend.writing import write_rows
 
 from .cache import find_cache
@@ -28,14 +28,14 @@ def _own_cache(name: str, token: Any) -> PagedKVCache:
         return shards[0]
     if token.device.type == "cpu":
         # Virtual CPU devices share one memory, so the token says which shard this one has.
-        return shards[int(as_torch(token)[0])]
+        return shards[int(torch_view(token)[0])]
     return next(shard for shard in shards if shard.device.index == token.device.index)
 
 
 def _pass_on(token: Any, result: Any) -> None:
     # A token's value matters on the CPU alone (see `_own_cache`).
     if token.device.type == "cpu":
-        as_torch(result).copy_(as_torch(token))
+        torch_view(result).copy_(torch_view(token))
 
 
 def _attend(call: Call, buffers: Sequence[Any]) -> None:
@@ -51,7 +51,9 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
             key, value = next(rest), next(rest)
             if launch.source == "pages" and call.layer != WHOLE_POOL:
                 assert launch.cache is not None
-                key, value = layer_pools(as_torch(key), as_torch(value), launch.cache, call.layer)
+                key, value = layer_pools(
+                    torch_view(key), torch_view(value), launch.cache, call.layer
+                )
         metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
         if call.continues:
             # Operands at the addresses of the results, for XLA to keep what they hold.
@@ -71,13 +73,13 @@ def _append(call: Call, buffers: Sequence[Any]) -> None:
     cache = call.launch.cache
     assert cache is not None
     with xla_stream(buffers[0]):
-        key, value, slots = (as_torch(buffer) for buffer in buffers[:3])
+        key, value, slots = (torch_view(buffer) for buffer in buffers[:3])
         if call.cache:
             token, result = buffers[3:]
             pools = _own_cache(call.cache, token).pools(call.layer)
             _pass_on(token, result)
         else:
-            key_pool, value_pool = (as_torch(buffer) for buffer in buffers[-2:])
+            key_pool, value_pool = (torch_view(buffer) for buffer in buffers[-2:])
             pools = layer_pools(key_pool, value_pool, cache, call.layer)
         write_rows(key, value, *pools, cache.layout, slots)
 

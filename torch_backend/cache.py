@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from interop.errors import (
-    ArgumentError,
     DeviceError,
     OutOfDeviceMemoryError,
 )
-from interop.spec import AttentionSpec, CacheSpec, dtype_name
+from interop.spec import AttentionSpec, CacheSpec
 
 from .writing import warm
 
@@ -58,18 +57,15 @@ class PagedKVCache:
         layout: str = "NHD",
         device: torch.device | str = "cpu",
     ) -> None:
-        check_is_spec(spec)
         where = device_of(device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
-        self.spec = CacheSpec(
+        self.spec = CacheSpec.of(
+            spec,
             num_layers=num_layers,
             num_pages=num_pages,
             page_size=page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            head_dim_v=spec.head_dim_v,
-            dtype=dtype_name(dtype),
+            dtype=dtype,
             layout=layout,
             device=where.type,
         )
@@ -136,23 +132,15 @@ def largest_num_pages(
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    one = CacheSpec(
+    one = CacheSpec.of(
+        spec,
         num_layers=num_layers,
         num_pages=1,
         page_size=page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v,
-        dtype=dtype_name(dtype),
+        dtype=dtype,
         device="cuda",
     )
     return max(0, free - headroom_bytes) // one.num_bytes
-
-
-def check_is_spec(spec: object) -> None:
-    """Raise `ArgumentError` unless `spec` is an `AttentionSpec`."""
-    if not isinstance(spec, AttentionSpec):
-        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
 
 
 def device_of(device: torch.device | str) -> torch.device:

@@ -15,7 +15,7 @@ from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .cache import check_is_spec, device_of
+from .cache import device_of
 from .dispatch import Choice, choose, device_facts, serve, works_of
 from .kernels import Device, Lengths
 
@@ -57,7 +57,8 @@ def host_plan(
     Both front ends call this; they differ in where the buffer goes afterwards. Arguments and errors
     are those of `plan`.
     """
-    check_is_spec(spec)
+    if not isinstance(spec, AttentionSpec):
+        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
     if not isinstance(batch, RaggedBatch):
         raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
     if bucket is not None and not isinstance(bucket, Bucket):

@@ -16,10 +16,19 @@ from __future__ import annotations
 
 from .flashinfer_fa2 import FA2Family, FlashInferPlannedFamily
 from .flashinfer_fa3 import FA3Family
-from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work
+from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
 from .reference import ReferenceFamily
 
-__all__ = ["FAMILIES", "Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work"]
+__all__ = [
+    "FAMILIES",
+    "Decision",
+    "Device",
+    "KernelFamily",
+    "Lengths",
+    "Operands",
+    "Work",
+    "torch_view",
+]
 
 _IN_ORDER: tuple[KernelFamily, ...] = (
     FA3Family(),

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 import tvm_ffi
-from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from interop.plan import Launch
 
 from . import flashinfer_abi as abi
-from .protocol import Work
+from .protocol import Work, torch_view
 
-__all__ = ["Call", "load_early", "needs_capability", "ready", "refuse_any", "to_natural", "view"]
+__all__ = ["Call", "load_early", "needs_capability", "ready", "refuse_any", "to_natural"]
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float16", "bfloat16")
@@ -70,15 +68,10 @@ def ready(backend: str, launch: Launch, plan_info: tuple[int, ...], pdl: bool) -
     return Call(getattr(module, function), tvm_ffi.convert(list(plan_info)), options)
 
 
-def view(buffer: Any) -> Tensor:
-    """A buffer of a call as a torch tensor, without any synchronisation of streams."""
-    return buffer if isinstance(buffer, Tensor) else from_dlpack(buffer.__dlpack__())
-
-
 def to_natural(lse: Any) -> None:
     """Turn logarithms of base 2, which these kernels write, into natural ones, in place."""
     if lse is not None:
-        view(lse).mul_(LN2)
+        torch_view(lse).mul_(LN2)
 
 
 def load_early(backend: str, work: Work, launch: Launch) -> None:

@@ -24,9 +24,8 @@ from .flashinfer_fa import (
     ready,
     refuse_any,
     to_natural,
-    view,
 )
-from .protocol import Decision, IntArray, Lengths, Operands, Work
+from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
 __all__ = ["FA3Family"]
 
@@ -188,8 +187,8 @@ def _without_padding(value: Any, scratch: Any, schedule: Any, padding: int) -> T
     of what is not finite. Between requests the rows are another's values; past the last one they
     may hold anything. The copy takes about 1 % of the time of the attention that it is for.
     """
-    rows = view(value)
-    copy = view(scratch).view(rows.dtype)[: rows.numel()].view(rows.shape)
+    rows = torch_view(value)
+    copy = torch_view(scratch).view(rows.dtype)[: rows.numel()].view(rows.shape)
     copy.copy_(rows)
-    is_padding = view(schedule).view(torch.bool)[padding : padding + rows.shape[0]]
+    is_padding = torch_view(schedule).view(torch.bool)[padding : padding + rows.shape[0]]
     return copy.masked_fill_(is_padding[:, None, None], 0.0)

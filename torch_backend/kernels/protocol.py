@@ -21,7 +21,7 @@ from interop.batch import Bucket
 from interop.plan import Launch
 from interop.spec import AttentionSpec, CacheSpec
 
-__all__ = ["Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work"]
+__all__ = ["Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work", "torch_view"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -157,21 +157,23 @@ class Operands:
     def as_torch(self) -> Operands:
         """Return these operands with every buffer as a torch tensor of the same memory."""
         return Operands(
-            _torch(self.query),
-            _torch(self.key),
-            _torch(self.value),
-            {name: _torch(field) for name, field in self.metadata.items()},
-            _torch(self.out),
-            _torch(self.lse),
-            _torch(self.scratch),
+            torch_view(self.query),
+            torch_view(self.key),
+            torch_view(self.value),
+            {name: torch_view(field) for name, field in self.metadata.items()},
+            torch_view(self.out),
+            None if self.lse is None else torch_view(self.lse),
+            None if self.scratch is None else torch_view(self.scratch),
         )
 
 
-def _torch(buffer: Any) -> Any:
-    if buffer is None or isinstance(buffer, Tensor):
+def torch_view(buffer: Any) -> Tensor:
+    """View a torch tensor or a bridge tensor as a torch tensor, without waiting for any stream."""
+    if isinstance(buffer, Tensor):
         return buffer
     # Straight from the capsule: torch.from_dlpack would ask for the other side's stream.
-    return from_dlpack(buffer.__dlpack__())
+    tensor: Tensor = from_dlpack(buffer.__dlpack__())
+    return tensor
 
 
 class KernelFamily(Protocol):
