@@ -1,4 +1,4 @@
-"""The Triton write kernel against the PyTorch one, under Triton's interpreter on the CPU."""
+"""The Triton kernels against PyTorch, under Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -33,11 +33,29 @@ for layout, (heads, width, width_v), page_size in cases:
     before = [pool.clone() for pool in pools]
     triton_ops.warm_append(*(token_major(pool, layout) for pool in pools))
     assert all(torch.equal(a, b) for a, b in zip(pools, before))
+
+    indices = torch.tensor([3, 0, 5, 2], dtype=torch.int32)
+    valid = torch.tensor([page_size, page_size - 1, -1, 0], dtype=torch.int32)
+    rows = [torch.full((4 * page_size, heads, w), 7.0) for w in (width, width_v)]
+    views = [token_major(pool, layout) for pool in pools]
+    # What is not valid may hold anything.
+    for view in views:
+        view[0, page_size - 1] = torch.nan
+        view[2] = torch.nan
+    triton_ops.gather(*views, indices, valid, *rows)
+    for view, got in zip(views, rows):
+        want = torch.full_like(got, 7.0).view(4, page_size, heads, -1)
+        want[0] = view[3]
+        want[1] = view[0]
+        want[1, page_size - 1] = 0.0
+        want[3] = 0.0
+        assert torch.equal(got.view(want.shape), want), (layout, heads, width, page_size)
+    triton_ops.warm_gather(*views)
 print("same bytes")
 """
 
 
-def test_interpreted_append_leaves_the_bytes_that_torch_leaves() -> None:
+def test_interpreted_kernels_leave_the_bytes_that_torch_leaves() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
