@@ -78,7 +78,7 @@ def _gather(
     value_page_stride, value_token_stride, value_head_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(i, b)`` copies block ``b`` of page ``page_indices[i]`` to rows ``i * page_size``."""
+    """Program ``(i, b)`` copies block ``b`` of page ``page_indices[i]`` to place ``i``."""
     entry = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     valid = tl.load(valid_tokens + entry)

@@ -44,6 +44,14 @@ LARGE: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "one key head": ([100, 3], [900, 800], {"heads": (8, 1)}),
     "HND, pages of 64": ([100, 3], [900, 800], {"layout": "HND", "page_size": 64}),
     "pages of 1": ([100, 3], [900, 800], {"page_size": 1}),
+    # Long enough for FA3 to have the pages copied into rows first.
+    "long chunks": ([1500, 1200], [4000, 2500], {}),
+    "long chunks, padded, HND": (
+        [1500, 1200],
+        [4000, 2501],
+        {"bucket": Bucket(2, 3000, 600), "layout": "HND"},
+    ),
+    "mixed, long": ([1, 1, 1500], [900, 3000, 2600], {}),
     "mixed, padded": (
         [1, 1, 0, 1, 400, 2, 150],
         [900, 3000, 70, 1, 400, 800, 700],
@@ -89,11 +97,12 @@ def test_what_nobody_reads_changes_no_bit(key: ModuleKey, name: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["mixed, padded", "mixed, long"])
 @pytest.mark.parametrize("key", [FA3[0], FA3[3]], ids=str)
-def test_decodes_and_prefills_of_one_step_are_two_launches(key: ModuleKey) -> None:
+def test_decodes_and_prefills_of_one_step_are_two_launches(key: ModuleKey, name: str) -> None:
     """FA2 serves the decodes and FA3 the rest, in one output; JAX computes the same bits."""
     need(key)
-    query_lens, kv_lens, options = LARGE["mixed, padded"]
+    query_lens, kv_lens, options = LARGE[name]
     step = new_step(key, query_lens, kv_lens, **options).with_nan_where_nobody_reads()
     assert [launch.family for launch in step.plan(None).static.main] == ["fa2", "fa3"]
     got = step.solve(None)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -132,8 +134,8 @@ def _run(launch: Any, operands: Operands, modules: Any) -> dict[str, Any]:
     """Run a launch; what the compiled function got, by name."""
     FAMILIES[launch.family].run(launch, operands)
     (module,) = modules.values()
-    function = module.paged_run if launch.source == "pages" else module.ragged_run
-    call: dict[str, Any] = function.calls[-1]
+    function = module.paged_run if module.paged_run.calls else module.ragged_run
+    call: dict[str, Any] = function.calls.pop()
     return call
 
 
@@ -240,6 +242,40 @@ def test_fa3_over_pages(modules: Any, bridge: bool) -> None:
     assert static.main[0].scratch_bytes == 0
     _options(call, scale_v_scalar=1.0)
     assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_fa3_copies_pages_into_rows(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, bridge: bool, padded: bool
+) -> None:
+    """Long queries: the kernel gets rows, a request's where its first page is in the indices."""
+    monkeypatch.setattr(fa3, "COPY_LEAST_QUERY_LEN", 0)
+    monkeypatch.setattr(fa3, "MOST_TILE_KEYS", 8)
+    copied: dict[str, torch.Tensor] = {}
+
+    def gather(*arguments: torch.Tensor) -> None:
+        names = ("key_pool", "value_pool", "indices", "valid", "key", "value")
+        copied.update(zip(names, arguments, strict=True))
+
+    triton_ops = ModuleType("torch_backend.triton_ops")
+    triton_ops.gather = gather  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_backend.triton_ops", triton_ops)
+    static, fields = _plan("fa3", MIXED, bucket=Bucket(6, 20, 30) if padded else None)
+    operands = _operands(static, "pages", fields, bridge=bridge)
+    call = _run(static.main[0], operands, modules)
+    entries = 30 if padded else 15
+    assert call["k"].shape == call["v"].shape == (4 * entries, 2, 64)
+    assert call["k"].data_ptr() == torch.from_dlpack(operands.scratch).data_ptr()
+    assert call["v"].data_ptr() == call["k"].data_ptr() + call["k"].nbytes
+    assert static.main[0].scratch_bytes == call["k"].nbytes + call["v"].nbytes
+    assert copied["key"] is call["k"] and copied["value"] is call["v"]
+    # 6, 30, 5 and 9 tokens in pages of 4; then two pages that become 0, and what nobody reads.
+    valid = [4, 2, *[4] * 7, 2, 4, 1, 4, 4, 1]
+    assert copied["valid"].tolist() == valid + ([0, 0, *[-1] * 13] if padded else [])
+    assert copied["indices"].tolist() == fields["page_indices"].tolist()
+    starts = fields["fa3_schedule"][static.main[0].constants[2] // 4 :]
+    assert set(starts[: 3 * 8].tolist()) <= {0, 8, 40, 48, 60}
 
 
 @pytest.mark.parametrize("bridge", [False, True])

@@ -47,9 +47,14 @@ def _module_key(backend: str, launch: Launch, dtype: str) -> abi.ModuleKey:
     )
 
 
-def ready(backend: str, launch: Launch, plan_info: tuple[int, ...], pdl: bool) -> Call:
-    """Load the module of a launch and arrange what does not change from call to call."""
-    spec, pages = launch.spec, launch.source == "pages"
+def ready(
+    backend: str, launch: Launch, plan_info: tuple[int, ...], *, pages: bool, pdl: bool
+) -> Call:
+    """Load the module of a launch and arrange what does not change from call to call.
+
+    `pages` says whether the kernel reads pages, or rows that follow one another.
+    """
+    spec = launch.spec
     dtype = spec.dtype if launch.cache is None else launch.cache.dtype
     assert dtype is not None
     module = abi.load(_module_key(backend, launch, dtype))

@@ -190,7 +190,8 @@ class FlashInferPlannedFamily(FA2Family):
 @lru_cache(maxsize=4096)
 def _ready_fa2(launch: Launch) -> Call:
     *plan_info, pdl, _ = launch.constants
-    return ready("fa2", launch, tuple(plan_info), bool(pdl))
+    pages = launch.source == "pages"
+    return ready("fa2", launch, tuple(plan_info), pages=pages, pdl=bool(pdl))
 
 
 def _page_size(work: Work) -> int:
