@@ -30,7 +30,7 @@ SUMMARY = (
     "decode from JAX, 32 x 1024",
     "one of 32k",
     "one of 64k",
-    "prefill 1 x 16384: own rows",
+    "prefill 1 x 16384",
 )
 
 Document = dict[str, Any]

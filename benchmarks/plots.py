@@ -43,7 +43,7 @@ def bandwidth_plot(document: Document) -> Figure | None:
     """Decode bandwidth over context length, each kernel and peer, with the card's limit."""
     series = _best(document, "decode_bandwidth", "gb_per_s")
     for case, values in _best(document, "decode_peers", "gb_per_s").items():
-        series[f"{case} (4 layers a jit)"] = values
+        series[f"{case} (side by side)"] = values
     shapes = sorted({shape for values in series.values() for shape in values})
     if not shapes:
         return None
