@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interop.plan import Launch
+from interop.plan import ALIGN_WORDS, Launch
 from interop.schedule_fa3 import FA3Shape, plan_fa3
 from interop.spec import CacheSpec
 
@@ -82,7 +82,7 @@ class FA3Family:
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
         """See `KernelFamily.shape`."""
         shape = _fa3_shape(work)
-        words, extra, scratch = shape.schedule_words, 0, 0
+        words, extra, scratch = _schedule_words(shape), 0, 0
         if work.source == "tokens" and work.num_requests > work.bucket.num_requests:
             extra = 4 * words
             words += -(-_value_rows(work) // 4)
@@ -117,7 +117,7 @@ class FA3Family:
         """See `KernelFamily.write`."""
         shape = _fa3_shape(work)
         field = fields["fa3_schedule" if work.source == "pages" else "fa3_own_schedule"]
-        schedule, rest = field[: shape.schedule_words], field[shape.schedule_words :]
+        schedule, rest = field[: shape.schedule_words], field[_schedule_words(shape) :]
         starts = lengths.kv_indptr[lengths.first : -1]
         if rest.size and work.source == "pages":
             assert work.cache is not None
@@ -206,6 +206,11 @@ def _fa3_shape(work: Work) -> FA3Shape:
         causal=work.spec.causal,
         window_left=work.spec.window_left,
     )
+
+
+def _schedule_words(shape: FA3Shape) -> int:
+    """Words of a schedule, up to where what follows it is aligned as other fields are."""
+    return -(-shape.schedule_words // ALIGN_WORDS) * ALIGN_WORDS
 
 
 def _query_rows(work: Work) -> float:
