@@ -241,12 +241,14 @@ def _launch(
 
 
 def _owned(plan: Plan) -> jax.Array:
-    """The metadata in memory of the program's own.
+    """Metadata, in memory of the program's own where the call may be recorded.
 
     XLA replays recorded launches only while their addresses stay the same. A jit argument moves
     from step to step; the result of an operation does not. Adding word 0, which is always 0
     (`MetadataLayout`), is an operation that XLA cannot fold away.
     """
+    if not FAMILIES[plan.static.main[0].family].recordable:
+        return plan.metadata
     return plan.metadata + plan.metadata[0]
 
 

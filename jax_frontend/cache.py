@@ -84,7 +84,9 @@ def owned_token(cache: CacheHandle) -> jax.Array:
     has to be recorded again. A token is 0 or more, so the maximum changes nothing on the CPU, where
     its value counts, and XLA, which does not know that, makes a result of it.
     """
-    return cache.token if cache._in_program else jnp.maximum(cache.token, 0)
+    if cache._in_program or cache.spec.device == "cpu":
+        return cache.token
+    return jnp.maximum(cache.token, 0)
 
 
 def handle_in_program(cache: CacheHandle, token: jax.Array) -> CacheHandle:
