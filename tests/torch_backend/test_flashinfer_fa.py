@@ -123,7 +123,7 @@ def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = Fa
         return operands
     buffers = {
         name: None if buffer is None else tvm_ffi.from_dlpack(buffer)
-        for name, buffer in vars(operands).items()
+        for name, buffer in operands._asdict().items()
         if name != "metadata"
     }
     metadata = {name: tvm_ffi.from_dlpack(field) for name, field in operands.metadata.items()}
@@ -337,7 +337,7 @@ def test_features_reach_the_kernel(modules: Any, family: str) -> None:
 def test_no_lse_is_passed_on_as_none(modules: Any) -> None:
     for family in ("fa2", "fa3"):
         static, fields = _plan(family, MIXED)
-        operands = replace(_operands(static, "pages", fields), lse=None)
+        operands = _operands(static, "pages", fields)._replace(lse=None)
         FAMILIES[family].run(static.main[0], operands)
     assert [module.paged_run.calls[0]["maybe_lse"] for module in modules.values()] == [None, None]
 

@@ -21,7 +21,16 @@ from interop.batch import Bucket
 from interop.plan import Launch
 from interop.spec import AttentionSpec, CacheSpec
 
-__all__ = ["Decision", "Device", "KernelFamily", "Lengths", "Operands", "Work", "torch_view"]
+__all__ = [
+    "Decision",
+    "Device",
+    "KernelFamily",
+    "Lengths",
+    "Operands",
+    "Work",
+    "host_array",
+    "torch_view",
+]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -125,8 +134,7 @@ class Decision(NamedTuple):
     detail: int = 0
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The buffers of one call, in torch or as bridge tensors of a custom call.
 
     Parameters
@@ -155,12 +163,12 @@ class Operands:
     scratch: Any
 
     def as_torch(self) -> Operands:
-        """Return these operands with every buffer as a torch tensor of the same memory."""
+        """Return these operands with every buffer but the metadata as a torch tensor of it."""
         return Operands(
             torch_view(self.query),
             torch_view(self.key),
             torch_view(self.value),
-            {name: torch_view(field) for name, field in self.metadata.items()},
+            self.metadata,
             torch_view(self.out),
             None if self.lse is None else torch_view(self.lse),
             None if self.scratch is None else torch_view(self.scratch),
@@ -174,6 +182,18 @@ def torch_view(buffer: Any) -> Tensor:
     # Straight from the capsule: torch.from_dlpack would ask for the other side's stream.
     tensor: Tensor = from_dlpack(buffer.__dlpack__())
     return tensor
+
+
+def host_array(field: Any) -> IntArray:
+    """Read a metadata field on the host; on the CPU a view of it, from a GPU a copy that waits."""
+    if not isinstance(field, Tensor):
+        if field.device.type == "cpu":
+            # A sixth of the time that the way over torch takes.
+            view: IntArray = np.from_dlpack(field)  # type: ignore[assignment]
+            return view
+        field = torch_view(field)
+    array: IntArray = field.cpu().numpy()
+    return array
 
 
 class KernelFamily(Protocol):

@@ -29,7 +29,7 @@ from torch import Tensor
 from interop.plan import Launch
 from interop.spec import AttentionSpec
 
-from .protocol import Decision, IntArray, Lengths, Operands, Work
+from .protocol import Decision, IntArray, Lengths, Operands, Work, host_array
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
 
@@ -87,7 +87,7 @@ class _Rows:
         size, slot_stride, head_stride, pages = 1, heads, 1, None
         if launch.source == "pages":
             assert launch.cache is not None
-            size, pages = launch.cache.page_size, operands.metadata["page_indices"].cpu().numpy()
+            size, pages = launch.cache.page_size, host_array(operands.metadata["page_indices"])
             if launch.cache.layout == "HND":
                 slot_stride, head_stride = 1, size
         return cls(
@@ -225,8 +225,9 @@ def _row_elements(spec: AttentionSpec) -> int:
     return spec.num_qo_heads * (spec.head_dim + spec.head_dim_v)
 
 
-def _host(field: Tensor) -> HostArray:
-    return field.cpu().numpy().astype(np.int64)
+def _host(field: Any) -> HostArray:
+    # Places in a large pool pass 2**31 when they are multiplied out.
+    return host_array(field).astype(np.int64)
 
 
 def _attend_group(call: _Call, group: _Group) -> None:
