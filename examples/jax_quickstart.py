@@ -26,7 +26,8 @@ def main() -> None:
     cache = torch_backend.PagedKVCache(
         spec, num_layers=1, num_pages=8, page_size=4, dtype="float32", device="cpu"
     )
-    batch = RaggedBatch(query_lens=[5, 1], kv_lens=[5, 1], page_table=np.array([[3, 1], [6, 0]]))
+    # Request 0 begins; request 1 has 6 tokens in the cache (zeros here) and brings its seventh.
+    batch = RaggedBatch(query_lens=[5, 1], kv_lens=[5, 7], page_table=np.array([[3, 1], [6, 0]]))
     plan = jax_frontend.plan(spec, cache.spec, batch)
 
     keys = jax.random.split(jax.random.key(0), 3)

@@ -16,7 +16,8 @@ def main() -> None:
     cache = torch_backend.PagedKVCache(
         spec, num_layers=1, num_pages=8, page_size=4, dtype="float32", device="cpu"
     )
-    batch = RaggedBatch(query_lens=[5, 1], kv_lens=[5, 1], page_table=np.array([[3, 1], [6, 0]]))
+    # Request 0 begins; request 1 has 6 tokens in the cache (zeros here) and brings its seventh.
+    batch = RaggedBatch(query_lens=[5, 1], kv_lens=[5, 7], page_table=np.array([[3, 1], [6, 0]]))
     plan = torch_backend.plan(spec, cache.spec, batch)
 
     query = torch.randn(6, 4, 64)

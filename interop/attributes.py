@@ -57,7 +57,8 @@ def encode(call: Call) -> dict[str, str]:
     Raises
     ------
     ArgumentError
-        If the text does not fit, which a cache name of up to 64 bytes never causes.
+        If the text does not fit, which no plan of ours and no cache name of 64 plain characters
+        causes.
     """
     launch = call.launch
     text = json.dumps(

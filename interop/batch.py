@@ -73,6 +73,12 @@ def _to_numpy(argument: str, value: object) -> npt.NDArray[Any]:
         raise ShapeError(
             argument, given=f"rows of different lengths ({error})", wanted="a rectangular array"
         ) from error
+    except (TypeError, RuntimeError) as error:
+        # So says a tensor that is sparse, has a gradient or is of a type that NumPy lacks.
+        raise ShapeError(
+            argument, given=f"a {type(value).__name__} that NumPy cannot read ({error})",
+            wanted="an array of integers in host memory",
+        ) from error
 
 
 def indptr(lengths: IntArray) -> IntArray:

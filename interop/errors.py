@@ -100,7 +100,7 @@ class UnsupportedError(IsthmusError, NotImplementedError):
 
 
 class TransformError(IsthmusError, NotImplementedError):
-    """A JAX transformation (``vmap``, ``grad``) that attention over pages does not have."""
+    """A transformation (``vmap``, a gradient) that attention over pages does not have."""
 
 
 class OutOfPagesError(IsthmusError, RuntimeError):

@@ -17,8 +17,9 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 FLOAT_DTYPES = tuple(ELEMENT_BYTES)
 LAYOUTS = ("NHD", "HND")
 
+INT32_MAX = 2**31 - 1
 # Page and slot numbers travel as int32, and a traced layer is added to them.
-MAX_SLOTS = 2**31 - 1
+MAX_SLOTS = INT32_MAX
 
 
 def dtype_name(dtype: object) -> str:
@@ -42,7 +43,7 @@ def _number(value: object) -> float:
     """Return a float, NaN for what is none, so that one check refuses both."""
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
@@ -69,7 +70,7 @@ class AttentionSpec:
         Whether a query sees only keys at or before its own position. Queries are the last
         ``query_len`` of the request's ``kv_len`` positions.
     sliding_window
-        How many tokens a query sees, itself included; `None` for all of them.
+        How many tokens a query sees, itself included, below 2**31; `None` for all of them.
     logits_soft_cap
         The cap ``c`` above; `None` for none.
     dtype
@@ -121,6 +122,14 @@ class AttentionSpec:
                 "sm_scale", given=repr(sm_scale), wanted="a finite number other than 0"
             )
         window = None if sliding_window is None else _positive("sliding_window", sliding_window)
+        if window is not None and window > INT32_MAX:
+            # Kernels read it as int32 and would cut it to another number.
+            raise ArgumentError(
+                "sliding_window",
+                given=window,
+                wanted=f"at most {INT32_MAX}",
+                remedy="Leave it out for a query that sees all tokens before it.",
+            )
         cap = None if logits_soft_cap is None else _number(logits_soft_cap)
         if cap is not None and not (math.isfinite(cap) and cap > 0.0):
             raise ArgumentError(

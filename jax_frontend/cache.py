@@ -15,6 +15,7 @@ does always.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -114,6 +115,7 @@ def unflatten_handle(static: tuple[str, CacheSpec], leaves: Sequence[jax.Array])
 
 
 CACHE_NAME_BYTES = 64
+CACHE_NAME = re.compile(r"[A-Za-z0-9 ._-]+")
 
 _caches: dict[str, tuple[PagedKVCache, ...]] = {}
 
@@ -189,10 +191,11 @@ def default_device() -> jax.Device:
 
 
 def _check_name(name: object) -> None:
-    wanted = f"a text of 1 to {CACHE_NAME_BYTES} bytes"
+    wanted = f"1 to {CACHE_NAME_BYTES} bytes of letters, digits, spaces, '.', '_' and '-'"
     if not isinstance(name, str):
         raise ArgumentError("name", given=f"a {type(name).__name__}", wanted=wanted)
-    if not 0 < len(name.encode()) <= CACHE_NAME_BYTES or "\0" in name:
+    # Others would be escaped where a call's attributes are written, and might not fit.
+    if not CACHE_NAME.fullmatch(name) or len(name) > CACHE_NAME_BYTES:
         raise ArgumentError("name", given=repr(name), wanted=wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,8 +88,10 @@ def _append(call: Call, buffers: Sequence[Any]) -> None:
 def _finish_steps() -> None:
     """Wait for steps in flight: a handler that runs while Python shuts down ends the process."""
     for array in jax.live_arrays():
-        if not array.is_deleted():
-            array.block_until_ready()
+        # A step that failed is done, too, and its error must not keep others from being waited for.
+        with contextlib.suppress(Exception):
+            if not array.is_deleted():
+                array.block_until_ready()
 
 
 atexit.register(_finish_steps)

@@ -13,10 +13,25 @@ import jax
 import torch
 
 from interop.dlpack import to_jax
+from interop.errors import FrameworkError
+from torch_backend import PagedKVCache
 
 from .cache import CacheHandle, find_cache
 
 __all__ = ["jax_after_torch", "torch_after_jax"]
+
+
+def _shards(cache: object) -> tuple[PagedKVCache, ...]:
+    """Shards of the cache whose handle `cache` is, outside of any program."""
+    if isinstance(cache, CacheHandle) and not isinstance(cache.token, jax.core.Tracer):
+        return find_cache(cache.name)
+    raise FrameworkError(
+        "cache",
+        given="a traced handle" if isinstance(cache, CacheHandle) else type(cache).__name__,
+        wanted="the handle of a torch-owned cache",
+        remedy="Order the work of both frameworks between jitted steps, with what cache_handle and "
+        "the steps return.",
+    )
 
 
 def torch_after_jax(cache: CacheHandle) -> None:
@@ -29,8 +44,13 @@ def torch_after_jax(cache: CacheHandle) -> None:
 
     On a GPU the current stream of each of the cache's devices waits and the host does not. The CPU
     has no streams, so there the host waits.
+
+    Raises
+    ------
+    FrameworkError, CacheNotFoundError
+        If `cache` is no concrete handle, or that of no cache.
     """
-    for shard, part in zip(find_cache(cache.name), cache.token.addressable_shards, strict=True):
+    for shard, part in zip(_shards(cache), cache.token.addressable_shards, strict=True):
         if shard.device.type == "cpu":
             part.data.block_until_ready()
         else:
@@ -49,8 +69,13 @@ def jax_after_torch(cache: CacheHandle) -> CacheHandle:
 
     On a GPU XLA waits for the current stream of each of the cache's devices and the host does not;
     on the CPU PyTorch has finished when its calls return.
+
+    Raises
+    ------
+    FrameworkError, CacheNotFoundError
+        As `torch_after_jax` does.
     """
-    shards = find_cache(cache.name)
+    shards = _shards(cache)
     if shards[0].device.type == "cpu":
         return cache
     tokens = [

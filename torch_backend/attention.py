@@ -175,10 +175,12 @@ def paged_attention(
     """
     _check_cache(cache, plan)
     _check_rows("query", query, plan.static.query_shape, plan)
-    append(key, value, cache, plan, layer)
+    _check_key_value(key, value, plan)
+    pools = _layer(cache, layer)
+    write_rows(key, value, *pools, cache.spec.layout, plan.views["slot_mapping"])
     if plan.static.own is not None:
         return _launch(query, key, value, plan, (plan.static.own,), return_lse)
-    return attend(query, cache, plan, layer, return_lse=return_lse)
+    return _launch(query, *pools, plan, plan.static.main, return_lse)
 
 
 @overload

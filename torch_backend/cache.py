@@ -70,12 +70,15 @@ class PagedKVCache:
             device=where.type,
         )
         self.device = where
-        self.k, self.v = _allocate(self.spec, where)
+        # Tensors made in inference mode can be written in that mode only, and the threads on which
+        # XLA runs its calls are not in it.
+        with torch.inference_mode(False):
+            self.k, self.v = _allocate(self.spec, where)
+            self._pools = {
+                layer: layer_pools(self.k, self.v, self.spec, layer)
+                for layer in (WHOLE_POOL, *range(num_layers))
+            }
         warm(self.spec, where)
-        self._pools = {
-            layer: layer_pools(self.k, self.v, self.spec, layer)
-            for layer in (WHOLE_POOL, *range(num_layers))
-        }
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.spec}, device={str(self.device)!r})"

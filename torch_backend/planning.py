@@ -24,6 +24,15 @@ __all__ = ["explain", "host_plan", "plan"]
 IntArray = npt.NDArray[np.int32]
 
 
+def _check_kinds(spec: object, batch: object, bucket: object) -> None:
+    if not isinstance(spec, AttentionSpec):
+        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
+    if not isinstance(batch, RaggedBatch):
+        raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
+    if bucket is not None and not isinstance(bucket, Bucket):
+        raise ArgumentError("bucket", given=type(bucket).__name__, wanted="a Bucket, or None")
+
+
 def check_specs(spec: AttentionSpec, cache: CacheSpec) -> None:
     """Raise `PlanError` where a cache does not have the heads and widths that `spec` reads."""
     for name in ("num_kv_heads", "head_dim", "head_dim_v"):
@@ -57,12 +66,7 @@ def host_plan(
     Both front ends call this; they differ in where the buffer goes afterwards. Arguments and errors
     are those of `plan`.
     """
-    if not isinstance(spec, AttentionSpec):
-        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
-    if not isinstance(batch, RaggedBatch):
-        raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
-    if bucket is not None and not isinstance(bucket, Bucket):
-        raise ArgumentError("bucket", given=type(bucket).__name__, wanted="a Bucket, or None")
+    _check_kinds(spec, batch, bucket)
     if cache_spec is not None:
         check_specs(spec, cache_spec)
         page_size = cache_spec.page_size
@@ -237,9 +241,14 @@ def explain(
     Parameters are those of `plan`. Print the results for people to read.
     """
     where = _device(device, cache_spec)
+    _check_kinds(spec, batch, bucket)
+    if cache_spec is not None:
+        check_specs(spec, cache_spec)
+    num_pages = int(batch.pages(cache_spec.page_size if cache_spec is not None else 1).indptr[-1])
     if bucket is None:
-        size = cache_spec.page_size if cache_spec is not None else 1
-        bucket = Bucket.exactly(batch, int(batch.pages(size).indptr[-1]))
+        bucket = Bucket.exactly(batch, num_pages)
+    else:
+        bucket.check(batch, num_pages)
     dtype = spec.dtype or (cache_spec.dtype if cache_spec is not None else "float32")
     works = works_of(spec, cache_spec, dtype, bucket, batch.num_requests, device_facts(where))
     return tuple(choose(work) for work in works)

@@ -60,7 +60,7 @@ def calls(draw: st.DrawFn) -> Call:
         tuple(draw(st.lists(int64, max_size=2))),
         draw(st.integers(0, 2**40)),
     )
-    names = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
+    names = st.text("abcXYZ019._-", max_size=8)
     return Call(launch, draw(names), draw(st.integers(-1, 99)), draw(st.booleans()))
 
 
