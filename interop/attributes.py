@@ -21,7 +21,7 @@ from .spec import AttentionSpec, CacheSpec
 __all__ = ["ATTRIBUTES", "Call", "decode", "encode"]
 
 PIECE_BYTES = 7
-PIECES = 48
+PIECES = 52
 ATTRIBUTES = tuple(f"call_{i:02d}" for i in range(PIECES))
 
 

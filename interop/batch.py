@@ -76,7 +76,8 @@ def _to_numpy(argument: str, value: object) -> npt.NDArray[Any]:
     except (TypeError, RuntimeError) as error:
         # So says a tensor that is sparse, has a gradient or is of a type that NumPy lacks.
         raise ShapeError(
-            argument, given=f"a {type(value).__name__} that NumPy cannot read ({error})",
+            argument,
+            given=f"a {type(value).__name__} that NumPy cannot read ({error})",
             wanted="an array of integers in host memory",
         ) from error
 
@@ -257,6 +258,8 @@ class RaggedBatch:
                 given=f"shape {table.shape}",
                 wanted=f"{query.size} rows, one per request",
             )
+        # Copies, since sums of them are kept: the caller may count its own arrays on.
+        query, kv = query.copy(), kv.copy()
         self.query_lens = query
         self.kv_lens = kv
         self.page_table = table

@@ -135,6 +135,10 @@ class PlanStatic:
         # Asked for on every call under jit, and the fields nest deeply: kept once computed.
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process hashes text differently, so what is kept of it stays here.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def to_json(self) -> str:
         """Write this value as JSON, for plans that are part of an exported program's signature."""
         return _to_json(self)
@@ -190,6 +194,10 @@ class AttentionPlan(Generic[Metadata]):
 
     static: PlanStatic
     metadata: Metadata
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The views would arrive as copies that share nothing with the metadata.
+        return {name: value for name, value in self.__dict__.items() if name != "views"}
 
     @property
     def spec(self) -> AttentionSpec:

@@ -16,6 +16,7 @@ does always.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -25,7 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from interop.errors import ArgumentError, CacheNotFoundError, FrameworkError, PlanError
+from interop.errors import (
+    ArgumentError,
+    CacheNotFoundError,
+    DeviceError,
+    FrameworkError,
+    PlanError,
+)
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend import PagedKVCache
 from torch_backend.writing import warm
@@ -118,6 +125,7 @@ CACHE_NAME_BYTES = 64
 CACHE_NAME = re.compile(r"[A-Za-z0-9 ._-]+")
 
 _caches: dict[str, tuple[PagedKVCache, ...]] = {}
+_naming = threading.Lock()
 
 
 def cache_handle(
@@ -160,26 +168,32 @@ def cache_handle(
     for shard in shards:
         if shard.spec != shards[0].spec:
             raise PlanError("cache", given=str(shard.spec), wanted=f"shards of {shards[0].spec}")
-    known = next((key for key, value in _caches.items() if value == shards), None)
     if name is not None:
         _check_name(name)
-    else:
-        name = known or next(
-            f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches
-        )
-    if _caches.setdefault(name, shards) != shards:
-        raise ArgumentError(
-            "name",
-            given=f"{name!r}, which another cache has",
-            wanted="a name of its own for each cache",
-            remedy="Call release_cache first if the other is no longer in use.",
-        )
     if sharding is None:
         sharding = _where(shards[0].device)
     # Committed to its device as the tokens that come out of a step are, or else the first step of a
-    # program would be compiled apart from the others.
+    # program would be compiled apart from the others. Before the name is given, since this can
+    # fail, and a name keeps its cache alive.
     token = jax.device_put(np.arange(len(shards), dtype=np.int32), sharding)
-    return CacheHandle(token, name, shards[0].spec)
+    return CacheHandle(token, _registered(shards, name), shards[0].spec)
+
+
+def _registered(shards: tuple[PagedKVCache, ...], name: str | None) -> str:
+    """Name of a cache from now on: `name`, or else the one that it has, or else a free one."""
+    with _naming:
+        if name is None:
+            known = (key for key, value in _caches.items() if value == shards)
+            free = (f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches)
+            name = next(known, None) or next(free)
+        if _caches.setdefault(name, shards) != shards:
+            raise ArgumentError(
+                "name",
+                given=f"{name!r}, which another cache has",
+                wanted="a name of its own for each cache",
+                remedy="Call release_cache first if the other is no longer in use.",
+            )
+    return name
 
 
 def default_device() -> jax.Device:
@@ -206,12 +220,24 @@ def _where(device: torch.device) -> jax.sharding.Sharding:
 
 
 def release_cache(name: str) -> None:
-    """Forget a cache; programs that name it raise `CacheNotFoundError` from now on.
+    """Forget a cache; programs that name it raise `CacheNotFoundError` until another has the name.
+
+    `cache_handle` gives a name that it chose to the next cache without one, so let go of handles.
 
     Wait for steps in flight first: they would lose the memory that they work on.
+
+    Raises
+    ------
+    CacheNotFoundError
+        If no cache has the name.
+    ArgumentError
+        If `name` is no text.
     """
-    if _caches.pop(name, None) is None:
-        raise _unknown(name)
+    if not isinstance(name, str):
+        raise ArgumentError("name", given=f"a {type(name).__name__}", wanted="a handle's name")
+    with _naming:
+        if _caches.pop(name, None) is None:
+            raise _unknown(name)
 
 
 def find_cache(name: str) -> tuple[PagedKVCache, ...]:
@@ -248,9 +274,23 @@ def init_cache(
         As for `torch_backend.PagedKVCache`.
     sharding
         Where the pools lie; JAX's default device when left out.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+        For sizes out of range, and another element type.
+    DeviceError
+        If `sharding` is none.
     """
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(default_device())
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise DeviceError(
+            "sharding",
+            given=repr(sharding),
+            wanted="a jax.sharding.Sharding",
+            remedy="For one device pass jax.sharding.SingleDeviceSharding(device).",
+        )
     device: jax.Device = next(iter(sharding.device_set))
     shape = CacheSpec.of(
         spec,

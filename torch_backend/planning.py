@@ -219,7 +219,7 @@ def plan(
     buffers: list[Tensor] = []
 
     def new_buffer(words: int) -> IntArray:
-        buffers.append(torch.empty(words, dtype=torch.int32, pin_memory=pinned))
+        buffers.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned))
         return buffers[0].numpy()
 
     static, _ = host_plan(

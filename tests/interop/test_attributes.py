@@ -93,7 +93,7 @@ def test_long_names(name: str) -> None:
 
 def test_a_call_that_does_not_fit_is_refused() -> None:
     launch = Launch("reference", "pages", SPEC, None, tuple(range(1000)))
-    with pytest.raises(ArgumentError, match=r"call: got [0-9]+ bytes.*want up to 336"):
+    with pytest.raises(ArgumentError, match=r"call: got [0-9]+ bytes.*want up to 364"):
         encode(Call(launch, "", 0, False))
 
 

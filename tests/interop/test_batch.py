@@ -134,6 +134,21 @@ def test_any_integers_on_the_host_will_do(convert: Any) -> None:
     assert batch.slot_mapping(4).tolist() == [15, 4, 8]
 
 
+@pytest.mark.parametrize(
+    "lens",
+    [
+        torch.tensor([1.0], requires_grad=True),
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        torch.tensor([1]).to_sparse(),
+        torch.empty(1, dtype=torch.int32, device="meta"),
+    ],
+    ids=["with a gradient", "bfloat16", "sparse", "meta"],
+)
+def test_tensors_that_numpy_cannot_read(lens: torch.Tensor) -> None:
+    with pytest.raises(ShapeError, match=r"^kv_lens: got a Tensor that NumPy cannot read"):
+        RaggedBatch([1], lens)
+
+
 def test_read_pages_may_be_shared() -> None:
     batch = RaggedBatch([1, 1], [5, 6], [[0, 1], [0, 2]])
     assert batch.page_indices(4, 3).tolist() == [0, 1, 0, 2]
@@ -256,3 +271,11 @@ def test_sizes_that_no_bucket_has(name: str, size: Any) -> None:
 def test_buckets_of_equal_sizes_are_equal() -> None:
     assert Bucket(2, 8, 4) == Bucket(2, 8, 4, max_query_len=8)
     assert hash(Bucket(2, 8, 4)) == hash(Bucket(np.int64(2), 8, 4, max_query_len=99))
+
+
+def test_lengths_that_the_caller_counts_on_do_not_change_a_batch() -> None:
+    kv_lens = np.array([4, 4], np.int32)
+    batch = RaggedBatch(np.array([1, 1], np.int32), kv_lens, [[0, 1], [2, 3]])
+    kv_lens += 1
+    assert batch.kv_lens.tolist() == [4, 4]
+    assert batch.pages(4).counts.tolist() == [1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from small import BATCH, BUCKET, SPEC, new_cache
 
@@ -105,3 +107,13 @@ def test_plans_cannot_be_changed() -> None:
         plan.static = plan.static  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         plan.static.query_dtype = "float16"  # type: ignore[misc]
+
+
+def test_pickled_plans_keep_nothing_of_this_process() -> None:
+    plan = torch_backend.plan(SPEC, new_cache().spec, BATCH)
+    assert plan.views and hash(plan.static)
+    back = pickle.loads(pickle.dumps(plan))
+    assert back.static == plan.static
+    assert "views" not in vars(back)
+    assert "_hash" not in vars(back.static)
+    assert torch.equal(back.views["kv_lens"], plan.views["kv_lens"])

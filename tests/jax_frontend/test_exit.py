@@ -32,3 +32,34 @@ def test_steps_in_flight_do_not_break_the_end_of_a_process() -> None:
             [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, timeout=300
         )
         assert done.returncode == 0, done.stderr.decode()
+
+
+FAILING = (
+    SCRIPT
+    + """
+big = jnp.ones((800, 800))
+
+
+@jax.jit
+def later(q, k, kv, plan, big):
+    for _ in range(4):
+        big = big @ big / 800
+    return jax_frontend.paged_attention(q + big[0, 0], k, k, kv, plan, 0)
+
+
+arguments = jnp.ones((8, 8, 64)), jnp.ones((8, 2, 64))
+for _ in range(2):
+    jax.block_until_ready(out)
+    out, kv = later(*arguments, kv, plan, big)
+jax_frontend.release_cache(kv.name)
+"""
+)
+
+
+def test_a_step_that_fails_does_not_either() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING], env=environment, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0
+    assert b"_finish_steps" not in done.stderr
