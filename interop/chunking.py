@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .batch import INT32_MAX, ONE, host_ints
 from .errors import LengthError, PlanError, ShapeError
 from .fa2_shape import BLOCKS_PER_SM, FA2Shape
+from .host import INT32_MAX, ONE, host_ints
 
 __all__ = ["ChunkChoice", "choose_chunk", "flashinfer_chunk_pages"]
 

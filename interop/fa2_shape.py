@@ -11,10 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .errors import ArgumentError
+from .host import INT32_MAX
 
 __all__ = ["BLOCKS_PER_SM", "FA2Shape", "cta_tile_q", "fa2_shape"]
-
-INT32_MAX = 2**31 - 1
 
 # FlashInfer's planner counts on two resident thread blocks on every multiprocessor.
 BLOCKS_PER_SM = 2

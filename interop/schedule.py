@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .batch import INT32, INT32_MAX, host_ints
 from .chunking import (
     ChunkChoice,
     Tiling,
@@ -28,6 +27,7 @@ from .chunking import (
 )
 from .errors import ArgumentError, ShapeError
 from .fa2_shape import FA2Shape, cta_tile_q, fa2_shape
+from .host import INT32, INT32_MAX, host_ints
 
 __all__ = [
     "ChunkChoice",

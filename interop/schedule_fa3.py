@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .batch import INT32_MAX, host_ints
 from .errors import ArgumentError, LengthError, PlanError, ShapeError
+from .host import INT32_MAX, host_ints
 
 __all__ = ["FA3Shape", "plan_fa3"]
 

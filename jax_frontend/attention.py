@@ -17,6 +17,7 @@ from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
 from torch_backend.kernels import FAMILIES
+from torch_backend.planning import check_without_cache
 
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_token
 
@@ -163,13 +164,7 @@ def ragged_attention(
     Shapes and errors are those of `torch_backend.ragged_attention`.
     """
     _check_plan(plan)
-    if plan.static.cache is not None:
-        raise PlanError(
-            "plan",
-            given="a plan for a cache",
-            wanted="a plan made with cache_spec=None",
-            remedy="Use attend or paged_attention with this plan.",
-        )
+    check_without_cache(plan.static)
     _check_rows("query", query, plan.static.query_shape, plan)
     _check_key_value(key, value, plan)
     out, lse = _own(query, key, value, plan, return_lse)

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from interop.batch import count_of
 from interop.errors import ArgumentError, OutOfPagesError
+from interop.host import count_of
 
 __all__ = ["PageAllocator"]
 

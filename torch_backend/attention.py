@@ -24,6 +24,7 @@ from interop.spec import dtype_name
 from .cache import PagedKVCache, torch_dtype
 from .dispatch import run
 from .kernels import Operands
+from .planning import check_without_cache
 from .writing import write_rows
 
 # Kernels read rows with loads of 16 bytes; one that begins elsewhere would end the CUDA context.
@@ -232,13 +233,7 @@ def ragged_attention(
         From ``plan(spec, None, batch)``.
     """
     _check_plan(plan)
-    if plan.static.cache is not None:
-        raise PlanError(
-            "plan",
-            given="a plan for a cache",
-            wanted="a plan made with cache_spec=None",
-            remedy="Use attend or paged_attention with this plan.",
-        )
+    check_without_cache(plan.static)
     _check_rows("query", query, plan.static.query_shape, plan)
     _check_key_value(key, value, plan)
     return _launch(query, key, value, plan, plan.static.main, return_lse)

@@ -51,6 +51,17 @@ def check_specs(spec: AttentionSpec, cache: CacheSpec) -> None:
         )
 
 
+def check_without_cache(static: PlanStatic) -> None:
+    """Raise `PlanError` where a plan is for a cache, and the call brings all keys itself."""
+    if static.cache is not None:
+        raise PlanError(
+            "plan",
+            given="a plan for a cache",
+            wanted="a plan made with cache_spec=None",
+            remedy="Use attend or paged_attention with this plan.",
+        )
+
+
 def host_plan(
     spec: AttentionSpec,
     cache_spec: CacheSpec | None,
