@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 from .errors import ArgumentError
 from .plan import Launch
@@ -22,6 +23,9 @@ __all__ = ["ATTRIBUTES", "Call", "decode", "encode"]
 
 PIECE_BYTES = 7
 PIECES = 52
+# Written once, with the spec, since a cache that it reads has the same.
+SHARED_FIELDS = ("num_kv_heads", "head_dim", "head_dim_v")
+CACHE_FIELDS = tuple(field.name for field in fields(CacheSpec) if field.name not in SHARED_FIELDS)
 ATTRIBUTES = tuple(f"call_{i:02d}" for i in range(PIECES))
 
 
@@ -50,6 +54,11 @@ class Call:
     continues: bool = False
 
 
+def _short(value: Any) -> Any:
+    """Return 0 and 1 for the longer words that JSON has for truth values."""
+    return int(value) if isinstance(value, bool) else value
+
+
 @lru_cache(maxsize=4096)
 def encode(call: Call) -> dict[str, str]:
     """Write a call as attributes: all of `ATTRIBUTES`, always.
@@ -65,14 +74,14 @@ def encode(call: Call) -> dict[str, str]:
         [
             launch.family,
             launch.source,
-            astuple(launch.spec),
-            launch.cache and astuple(launch.cache),
+            [_short(value) for value in astuple(launch.spec)],
+            launch.cache and [_short(getattr(launch.cache, name)) for name in CACHE_FIELDS],
             launch.constants,
             launch.scratch_bytes,
             call.cache,
             call.layer,
-            call.lse,
-            call.continues,
+            int(call.lse),
+            int(call.continues),
         ],
         separators=(",", ":"),
     )
@@ -88,12 +97,18 @@ def decode(text: str) -> Call:
     """Read a call back from the values of `ATTRIBUTES`, joined in their order."""
     family, source, spec, cache, constants, scratch_bytes, *rest = json.loads(text)
     names = [field.name for field in fields(AttentionSpec)]
+    attention = AttentionSpec(**dict(zip(names, spec, strict=True)))
+    pool = None
+    if cache is not None:
+        shared = {name: getattr(attention, name) for name in SHARED_FIELDS}
+        pool = CacheSpec(**shared, **dict(zip(CACHE_FIELDS, cache, strict=True)))
     launch = Launch(
         family=family,
         source=source,
-        spec=AttentionSpec(**dict(zip(names, spec, strict=True))),
-        cache=None if cache is None else CacheSpec(*cache),
+        spec=attention,
+        cache=pool,
         constants=tuple(constants),
         scratch_bytes=scratch_bytes,
     )
-    return Call(launch, *rest)
+    name, layer, lse, continues = rest
+    return Call(launch, name, layer, bool(lse), bool(continues))

@@ -5,10 +5,12 @@ NumPy only, no loop over requests or tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .errors import LengthError, PageError, PlanError, ShapeError, SlotError
 from .host import INT32_MAX, ONE, IntArray, count_of, host_ints, indptr
@@ -235,9 +237,12 @@ class RaggedBatch:
             self._pages[page_size] = found
         return found
 
-    def _checked_table(self, page_size: int) -> IntArray:
-        """Page table, if there is one and it is wide enough."""
-        table, pages = self.page_table, self.pages(page_size)
+    def _checked_table(self, page_size: int, ranks: int = 1) -> IntArray:
+        """Page table, if there is one and it is wide enough.
+
+        An entry stands for `page_size` tokens on each of `ranks` ranks.
+        """
+        table, pages = self.page_table, self.pages(page_size * ranks)
         if table is None:
             raise PageError(
                 "page_table",
@@ -251,7 +256,7 @@ class RaggedBatch:
                 f"page_table[{worst}]",
                 given=f"{table.shape[1]} entries",
                 wanted=f"{pages.most} for kv_lens[{worst}] = {int(self.kv_lens[worst])} "
-                f"tokens in pages of {page_size}",
+                f"tokens in pages of {page_size}" + (f" on {ranks} ranks" if ranks > 1 else ""),
             )
         return table
 
@@ -297,8 +302,20 @@ class RaggedBatch:
         SlotError
             If two tokens would share a slot.
         """
-        table, pages = self._checked_table(page_size), self.pages(page_size)
-        size = np.array(page_size, np.int32)
+        rows, pages, offsets = self._new_tokens(page_size)
+        slots: IntArray = pages * np.array(page_size, np.int32) + offsets
+        check_slots(slots, rows, "slot {}".format)
+        return slots
+
+    def _new_tokens(
+        self, page_size: int, ranks: int = 1
+    ) -> tuple[npt.NDArray[np.intp], IntArray, IntArray]:
+        """Request, page id and place in the page of each of this step's tokens, ``[tokens]`` each.
+
+        An entry of the page table stands for `page_size` tokens on each of `ranks` ranks.
+        """
+        table, page_size = self._checked_table(page_size, ranks), page_size * ranks
+        pages, size = self.pages(page_size), np.array(page_size, np.int32)
         if self.max_query_len <= 1:
             rows = self.query_lens.nonzero()[0]
             column, offset = pages.counts[rows] - ONE, pages.last_lens[rows] - ONE
@@ -308,17 +325,27 @@ class RaggedBatch:
             rest = self.kv_lens - self.qo_indptr[1:]
             positions = rest.repeat(self.query_lens) + np.arange(self.num_tokens, dtype=np.int32)
             column, offset = np.divmod(positions, size)
-        slots: IntArray = table[rows, column] * size + offset
-        ordered = slots.copy()
-        ordered.sort()
-        twice = ordered[1:] == ordered[:-1]
-        if twice.size and twice[twice.argmax()]:
-            slot = int(ordered[twice.argmax()])
-            owners = rows[slots == slot][:2].tolist()
-            raise SlotError(
-                "page_table",
-                given=f"slot {slot} for tokens of requests {owners[0]} and {owners[1]}",
-                wanted="a slot of its own for each token",
-                remedy="Pages that are written may not be shared; copy them first.",
-            )
-        return slots
+        return rows, table[rows, column], offset
+
+
+def check_slots(
+    slots: npt.NDArray[np.integer[Any]],
+    rows: npt.NDArray[np.integer[Any]],
+    name: Callable[[int], str],
+) -> None:
+    """Raise `SlotError` if two of the `slots` are one; token ``t`` is of request ``rows[t]``.
+
+    `name` gives people's name of a slot.
+    """
+    ordered = slots.copy()
+    ordered.sort()
+    twice = ordered[1:] == ordered[:-1]
+    if twice.size and twice[twice.argmax()]:
+        slot = int(ordered[twice.argmax()])
+        owners = rows[slots == slot][:2].tolist()
+        raise SlotError(
+            "page_table",
+            given=f"{name(slot)} for tokens of requests {owners[0]} and {owners[1]}",
+            wanted="a slot of its own for each token",
+            remedy="Pages that are written may not be shared; copy them first.",
+        )

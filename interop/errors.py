@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "CacheNotFoundError",
+    "CollectiveError",
     "DTypeError",
     "DeviceError",
     "FrameworkError",
@@ -133,3 +134,10 @@ class OutOfDeviceMemoryError(IsthmusError, RuntimeError):
 
 class CacheNotFoundError(IsthmusError, LookupError):
     """A compiled program names a cache that this process does not hold."""
+
+
+class CollectiveError(IsthmusError, RuntimeError):
+    """A collective of several ranks failed, most often because one of them is gone.
+
+    The process group is of no more use: make a new one, or end the process.
+    """

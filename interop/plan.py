@@ -107,6 +107,8 @@ class PlanStatic:
     own
         The launch that attends over this step's own keys and values instead, where every request of
         the bucket starts without context; else `None`.
+    lse
+        Whether calls may ask for the LSE.
     """
 
     spec: AttentionSpec
@@ -116,6 +118,7 @@ class PlanStatic:
     layout: MetadataLayout
     main: tuple[Launch, ...]
     own: Launch | None
+    lse: bool = True
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -176,6 +179,7 @@ def _from_json(text: str) -> PlanStatic:
         layout=MetadataLayout(_tuples(raw["layout"]["fields"])),
         main=tuple(launch(item) for item in raw["main"]),
         own=None if raw["own"] is None else launch(raw["own"]),
+        lse=raw["lse"],
     )
 
 

@@ -11,10 +11,31 @@ from dataclasses import dataclass
 
 from .errors import ArgumentError, DTypeError
 
-__all__ = ["FLOAT_DTYPES", "AttentionSpec", "CacheSpec", "dtype_name"]
+__all__ = [
+    "CACHE_DTYPES",
+    "FLOAT_DTYPES",
+    "FP8_DTYPES",
+    "NVFP4_BLOCK",
+    "NVFP4_DTYPES",
+    "AttentionSpec",
+    "CacheSpec",
+    "dtype_name",
+]
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 FLOAT_DTYPES = tuple(ELEMENT_BYTES)
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+# 4-bit values with an 8-bit scale for every block of 16 along a head; the second picks each block's
+# scale by the smaller error.
+NVFP4_DTYPES = ("nvfp4", "nvfp4_4over6")
+NVFP4_BLOCK = 16
+CACHE_DTYPES = (*FLOAT_DTYPES, *FP8_DTYPES, *NVFP4_DTYPES)
+# What serving engines call these formats.
+CACHE_DTYPE_ALIASES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 LAYOUTS = ("NHD", "HND")
 
 INT32_MAX = 2**31 - 1
@@ -169,6 +190,14 @@ def _float_dtype(argument: str, dtype: object) -> str:
     return name
 
 
+def _cache_dtype(dtype: object) -> str:
+    name = dtype_name(dtype)
+    name = CACHE_DTYPE_ALIASES.get(name, name)
+    if name not in CACHE_DTYPES:
+        raise DTypeError("dtype", given=name, wanted=f"one of {', '.join(CACHE_DTYPES)}")
+    return name
+
+
 @dataclass(frozen=True)
 class CacheSpec:
     """Shape and element type of a paged key/value cache.
@@ -187,11 +216,20 @@ class CacheSpec:
     num_kv_heads, head_dim, head_dim_v
         As in `AttentionSpec`.
     dtype
-        ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        ``"float32"``, ``"float16"``, ``"bfloat16"``, or a quantised format: ``"float8_e4m3fn"``
+        (also ``"fp8"``, ``"fp8_e4m3"``), ``"float8_e5m2"`` (``"fp8_e5m2"``), ``"nvfp4"`` and
+        ``"nvfp4_4over6"``. NVFP4 pools are bytes: in place of `head_dim` their last dimension is
+        ``head_dim / 2 + head_dim / 16``, and a page holds all its data before all its block scales.
     layout
         ``"NHD"`` (token-major pages) or ``"HND"`` (head-major pages).
     device
         Kind of device: ``"cpu"`` or ``"cuda"``.
+    scales_per_head
+        Of a quantised cache: whether heads of a layer may have scales of their own. Kernels save
+        work where they need not.
+    layers_apart
+        Whether layers lie in memory of their own, as an imported cache's may. Page numbers then
+        count within a layer only, and a layer must be a number known when a program is traced.
 
     Raises
     ------
@@ -208,13 +246,24 @@ class CacheSpec:
     dtype: str = "bfloat16"
     layout: str = "NHD"
     device: str = "cpu"
+    scales_per_head: bool = False
+    layers_apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
         width_v = _positive("head_dim_v", self.head_dim_v or self.head_dim)
         object.__setattr__(self, "head_dim_v", width_v)
-        object.__setattr__(self, "dtype", _float_dtype("dtype", self.dtype))
+        object.__setattr__(self, "dtype", _cache_dtype(self.dtype))
+        object.__setattr__(self, "scales_per_head", bool(self.scales_per_head and self.quantized))
+        object.__setattr__(self, "layers_apart", bool(self.layers_apart))
+        for name in ("head_dim", "head_dim_v"):
+            if self.dtype in NVFP4_DTYPES and getattr(self, name) % NVFP4_BLOCK:
+                raise ArgumentError(
+                    name,
+                    given=f"{getattr(self, name)} with dtype {self.dtype}",
+                    wanted=f"a multiple of {NVFP4_BLOCK}, the values that share a block scale",
+                )
         if self.layout not in LAYOUTS:
             raise ArgumentError("layout", given=repr(self.layout), wanted="'NHD' or 'HND'")
         if self.device not in ("cpu", "cuda"):
@@ -239,6 +288,7 @@ class CacheSpec:
         dtype: object,
         layout: str = "NHD",
         device: str,
+        scales_per_head: bool = False,
     ) -> CacheSpec:
         """Return the shape of a cache with the heads and widths that `spec` reads.
 
@@ -259,7 +309,23 @@ class CacheSpec:
             dtype=dtype_name(dtype),
             layout=layout,
             device=device,
+            scales_per_head=scales_per_head,
         )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether pools hold ``real / scale`` in fewer bits, and the cache has scales."""
+        return self.dtype not in FLOAT_DTYPES
+
+    @property
+    def storage_dtype(self) -> str:
+        """Element type of the pools: ``"uint8"`` for NVFP4, else `dtype`."""
+        return "uint8" if self.dtype in NVFP4_DTYPES else self.dtype
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int]:
+        """Shape of a quantised cache's scales: layers, key and value, heads."""
+        return (self.num_layers, 2, self.num_kv_heads)
 
     @property
     def key_shape(self) -> tuple[int, int, int, int]:
@@ -274,10 +340,13 @@ class CacheSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of both pools."""
-        return ELEMENT_BYTES[self.dtype] * (math.prod(self.key_shape) + math.prod(self.value_shape))
+        elements = math.prod(self.key_shape) + math.prod(self.value_shape)
+        return ELEMENT_BYTES.get(self.dtype, 1) * elements
 
     def _pool_shape(self, width: int) -> tuple[int, int, int, int]:
         pages = self.num_layers * self.num_pages
+        if self.dtype in NVFP4_DTYPES:
+            width = width // 2 + width // NVFP4_BLOCK
         if self.layout == "NHD":
             return (pages, self.page_size, self.num_kv_heads, width)
         return (pages, self.num_kv_heads, self.page_size, width)

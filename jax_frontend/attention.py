@@ -17,9 +17,10 @@ from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
 from torch_backend.kernels import FAMILIES
-from torch_backend.planning import check_without_cache
+from torch_backend.planning import check_lse, check_without_cache
 
-from .cache import CacheArrays, CacheHandle, handle_in_program, owned_token
+from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
+from .triton_ops import append_arrays
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
@@ -29,6 +30,7 @@ Plan = AttentionPlan[jax.Array]
 
 ROWS_REMEDY = "Rows are [tokens, heads, width]: plan with the batch and bucket of this step."
 POOL_REMEDY = "Pools are flat and whole. Under shard_map give plan and cache one shard's spec."
+SCALES_REMEDY = "Make the cache with jax_frontend.init_cache(..., scales=...)."
 
 
 def attend(
@@ -73,8 +75,9 @@ def attend(
     TransformError
         Under ``vmap`` and differentiation.
     """
-    _check_cache(cache, plan)
-    _check_rows("query", query, plan.static.query_shape, plan)
+    check_cache(cache, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
     out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
@@ -103,29 +106,38 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     FrameworkError, ShapeError, DTypeError, PlanError, ArgumentError, TransformError
         As `attend` does.
     """
-    _check_cache(cache, plan)
-    _check_key_value(key, value, plan)
+    check_cache(cache, plan)
+    check_key_value(key, value, plan)
     static, shape = plan.static, cache.spec
     metadata = _owned(plan)
     slots = static.layout.views(metadata)["slot_mapping"]
     number, offset = _place(layer, shape)
+    by_xla = isinstance(cache, CacheArrays) and shape.device == "cuda"
+    if by_xla and offset is None:
+        # XLA hands on whole pools.
+        offset = number * shape.num_pages
     if offset is not None:
         # -1 is no slot and stays none; a layer that the cache lacks has no slots.
         inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
         slots = jnp.where(inside, slots + offset * shape.page_size, -1)
     launch = Launch("append", "rows", plan.spec, shape)
+    which = _layer_number(layer, shape)
     if isinstance(cache, CacheHandle):
         call = Call(launch, cache.name, number, False)
         token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
-        operands = (key, value, slots, owned_token(cache))
+        operands = (key, value, slots, owned_token(cache), *which)
         (after,) = foreign_call("isthmus_append", call, operands, (token,))
         return handle_in_program(cache, after)
+    scales = (*owned_scales(cache), *which)
+    if by_xla:
+        key, value = guard("append", key, value)
+        k, v = append_arrays(key, value, cache.k, cache.v, slots, shape, *scales)
+        return replace(cache, k=k, v=v)
     call = Call(launch, "", number, False)
     results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]
-    k, v = foreign_call(
-        "isthmus_append", call, (key, value, slots, cache.k, cache.v), results, aliases={3: 0, 4: 1}
-    )
-    return CacheArrays(k, v, shape)
+    operands = (key, value, slots, cache.k, cache.v, *scales)
+    k, v = foreign_call("isthmus_append", call, operands, results, aliases={3: 0, 4: 1})
+    return replace(cache, k=k, v=v)
 
 
 def paged_attention(
@@ -143,9 +155,10 @@ def paged_attention(
     Where the plan's bucket promises requests without context, attention reads `key` and `value`
     themselves and the pages are only written.
     """
-    _check_cache(cache, plan)
-    _check_rows("query", query, plan.static.query_shape, plan)
-    _check_key_value(key, value, plan)
+    check_cache(cache, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
+    check_key_value(key, value, plan)
     # Before the write, so that a transformation of the query alone is refused before it, too.
     query, key, value = guard("paged_attention", query, key, value)
     cache = append(key, value, cache, plan, layer)
@@ -165,8 +178,9 @@ def ragged_attention(
     """
     _check_plan(plan)
     check_without_cache(plan.static)
-    _check_rows("query", query, plan.static.query_shape, plan)
-    _check_key_value(key, value, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
+    check_key_value(key, value, plan)
     out, lse = _own(query, key, value, plan, return_lse)
     return (out, lse) if return_lse else out
 
@@ -191,14 +205,19 @@ def _attend(
     fields = static.layout.views(_owned(plan))
     number, offset = _place(layer, shape)
     if offset is not None:
-        fields["page_indices"] += offset
+        families = {FAMILIES[launch.family] for launch in static.main}
+        for name in {name for family in families for name in family.page_fields("pages")}:
+            fields[name] += offset
+    which = _layer_number(layer, shape)
     if isinstance(cache, CacheHandle):
         token = owned_token(cache)
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
-        out, log, after = _launch(static, calls, (query, token), fields, token if hand_on else None)
+        operands = (query, token, *which)
+        out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
         return out, log, cache if after is None else handle_in_program(cache, after)
     calls = [Call(launch, "", number, lse) for launch in static.main]
-    out, log, _ = _launch(static, calls, (query, cache.k, cache.v), fields)
+    operands = (query, cache.k, cache.v, *owned_scales(cache), *which)
+    out, log, _ = _launch(static, calls, operands, fields)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
 
@@ -266,8 +285,28 @@ def _place(layer: Layer, shape: CacheSpec) -> tuple[int, jax.Array | None]:
             f"{list(getattr(layer, 'shape', ()))}",
             wanted="an integer or a scalar integer array",
         )
-    nearest = jnp.clip(layer, 0, shape.num_layers - 1).astype(jnp.int32)
-    return WHOLE_POOL, nearest * shape.num_pages
+    if shape.layers_apart:
+        raise PlanError(
+            "layer",
+            given="a traced number, for a cache whose layers lie apart",
+            wanted="an integer that is known when the program is traced",
+            remedy="Unroll the loop over layers, or import the cache layer after layer in one "
+            "allocation.",
+        )
+    return WHOLE_POOL, _nearest(layer, shape) * shape.num_pages
+
+
+def _nearest(layer: jax.Array, shape: CacheSpec) -> jax.Array:
+    return jnp.clip(layer, 0, shape.num_layers - 1).astype(jnp.int32)
+
+
+def _layer_number(layer: Layer, shape: CacheSpec) -> tuple[jax.Array, ...]:
+    """Layer as an operand ``[1]``, by which kernels find its scales; none where there are none."""
+    if not shape.quantized:
+        return ()
+    if isinstance(layer, jax.Array):
+        return (_nearest(layer, shape).reshape(1),)
+    return (jnp.full((1,), layer, jnp.int32),)
 
 
 def _check_plan(plan: object) -> None:
@@ -279,7 +318,7 @@ def _check_plan(plan: object) -> None:
         )
 
 
-def _check_cache(cache: object, plan: Plan) -> None:
+def check_cache(cache: object, plan: Plan) -> None:
     _check_plan(plan)
     if not isinstance(cache, (CacheHandle, CacheArrays)):
         raise FrameworkError(
@@ -304,19 +343,22 @@ def _check_cache(cache: object, plan: Plan) -> None:
                 remedy="Inside jax.shard_map, split the handle over the mesh axis of its shards.",
             )
         return
-    _check_array("cache.k", cache.k, cache.spec.key_shape, cache.spec.dtype, POOL_REMEDY)
-    _check_array("cache.v", cache.v, cache.spec.value_shape, cache.spec.dtype, POOL_REMEDY)
+    shape = cache.spec
+    _check_array("cache.k", cache.k, shape.key_shape, shape.storage_dtype, POOL_REMEDY)
+    _check_array("cache.v", cache.v, shape.value_shape, shape.storage_dtype, POOL_REMEDY)
+    if shape.quantized:
+        _check_array("cache.scales", cache.scales, shape.scales_shape, "float32", SCALES_REMEDY)
 
 
-def _check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
+def check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
     static = plan.static
     heads = static.spec.num_kv_heads
     rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
-    _check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
-    _check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+    check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
+    check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
 
 
-def _check_rows(name: str, rows: Any, shape: tuple[int, int, int], plan: Plan) -> None:
+def check_rows(name: str, rows: Any, shape: tuple[int, int, int], plan: Plan) -> None:
     _check_array(name, rows, shape, plan.static.query_dtype, ROWS_REMEDY)
 
 

@@ -35,6 +35,7 @@ from interop.errors import (
 )
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend import PagedKVCache
+from torch_backend.cache import checked_scales
 from torch_backend.writing import warm
 
 __all__ = [
@@ -78,11 +79,14 @@ class CacheArrays:
         The flat pools; shapes in `interop.CacheSpec`. Donate them to every step that appends.
     spec
         Shape of the cache (of one shard, under ``shard_map``).
+    scales
+        ``[num_layers, 2, num_kv_heads]`` float32, scales of keys and values of a quantised cache.
     """
 
     k: jax.Array
     v: jax.Array
     spec: CacheSpec
+    scales: jax.Array | None = None
 
 
 def owned_token(cache: CacheHandle) -> jax.Array:
@@ -95,6 +99,18 @@ def owned_token(cache: CacheHandle) -> jax.Array:
     if cache._in_program or cache.spec.device == "cpu":
         return cache.token
     return jnp.maximum(cache.token, 0)
+
+
+def owned_scales(cache: CacheArrays) -> tuple[jax.Array, ...]:
+    """Scales in memory of the program's own, as `owned_token` has the token; none without.
+
+    They are larger than the smallest normal number, so the maximum changes none of them.
+    """
+    if cache.scales is None:
+        return ()
+    if cache.spec.device == "cpu":
+        return (cache.scales,)
+    return (jnp.maximum(cache.scales, jnp.finfo(jnp.float32).tiny),)
 
 
 def handle_in_program(cache: CacheHandle, token: jax.Array) -> CacheHandle:
@@ -265,12 +281,13 @@ def init_cache(
     dtype: object = "bfloat16",
     layout: str = "NHD",
     sharding: jax.sharding.Sharding | None = None,
+    scales: object | None = None,
 ) -> CacheArrays:
     """Make a cache of zeros that JAX owns.
 
     Parameters
     ----------
-    spec, num_layers, num_pages, page_size, dtype, layout
+    spec, num_layers, num_pages, page_size, dtype, layout, scales
         As for `torch_backend.PagedKVCache`.
     sharding
         Where the pools lie; JAX's default device when left out.
@@ -301,10 +318,19 @@ def init_cache(
         layout=layout,
         device="cpu" if device.platform == "cpu" else "cuda",
     )
+    shape, table = checked_scales(shape, scales)
     if shape.device == "cuda":
         warm(shape, torch.device("cuda", device.local_hardware_id))
 
     def zeros(size: tuple[int, ...]) -> jax.Array:
-        return jnp.zeros(size, shape.dtype, device=sharding)
+        return jnp.zeros(size, shape.storage_dtype, device=sharding)
 
-    return CacheArrays(zeros(shape.key_shape), zeros(shape.value_shape), shape)
+    # A few numbers, which every device of a mesh gets whole.
+    factors = None if table is None else jax.device_put(table.numpy(), _everywhere(sharding))
+    return CacheArrays(zeros(shape.key_shape), zeros(shape.value_shape), shape, factors)
+
+
+def _everywhere(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding

@@ -46,8 +46,13 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
         rest = iter(buffers)
         query = next(rest)
         token = next(rest) if call.cache else None
+        scales: tuple[Any, Any] = (None, None)
+        scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
         if token is not None:
-            key, value = _own_cache(call.cache, token).pools(call.layer)
+            own = _own_cache(call.cache, token)
+            key, value = own.pools(call.layer)
+            if scaled:
+                scales = own.scales, next(rest)
         else:
             key, value = next(rest), next(rest)
             if launch.source == "pages" and call.layer != WHOLE_POOL:
@@ -55,6 +60,8 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
                 key, value = layer_pools(
                     torch_view(key), torch_view(value), launch.cache, call.layer
                 )
+            if scaled:
+                scales = next(rest), next(rest)
         metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
         if call.continues:
             # Operands at the addresses of the results, for XLA to keep what they hold.
@@ -64,25 +71,35 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
         out = next(rest)
         lse = next(rest) if call.lse else None
         scratch = next(rest) if launch.scratch_bytes else None
-        run(launch, Operands(query, key, value, metadata, out, lse, scratch))
+        run(launch, Operands(query, key, value, metadata, out, lse, scratch, *scales))
         if (result := next(rest, None)) is not None:
             _pass_on(token, result)
 
 
 def _append(call: Call, buffers: Sequence[Any]) -> None:
-    """Operands: key, value, slots, then pools (aliased to the results) or token (to a token)."""
+    """Operands: key, value, slots, token or pools, of a quantised cache its scales and the layer.
+
+    The scales are left out where torch owns the cache. Results: the token, or the pools, which
+    are aliased to the operands.
+    """
     cache = call.launch.cache
     assert cache is not None
     with xla_stream(buffers[0]):
         key, value, slots = (torch_view(buffer) for buffer in buffers[:3])
+        scales: tuple[Any, Any] = (None, None)
         if call.cache:
-            token, result = buffers[3:]
-            pools = _own_cache(call.cache, token).pools(call.layer)
+            token, result = buffers[3], buffers[-1]
+            own = _own_cache(call.cache, token)
+            pools = own.pools(call.layer)
+            if cache.quantized:
+                scales = own.scales, torch_view(buffers[4])
             _pass_on(token, result)
         else:
             key_pool, value_pool = (torch_view(buffer) for buffer in buffers[-2:])
             pools = layer_pools(key_pool, value_pool, cache, call.layer)
-        write_rows(key, value, *pools, cache.layout, slots)
+            if cache.quantized:
+                scales = torch_view(buffers[5]), torch_view(buffers[6])
+        write_rows(key, value, *pools, cache, slots, *scales)
 
 
 def _finish_steps() -> None:

@@ -13,7 +13,8 @@ from interop.errors import DeviceError
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
-from torch_backend.planning import check_cache_spec, host_plan
+from torch_backend.host_planning import host_plan
+from torch_backend.planning import check_cache_spec
 from torch_backend.planning import plan as core_plan
 
 from .cache import default_device
@@ -30,6 +31,7 @@ def plan(
     device: jax.Device | jax.sharding.Sharding | None = None,
     fallback: str = "warn",
     kernel: str | None = None,
+    return_lse: bool = True,
 ) -> AttentionPlan[jax.Array]:
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
@@ -39,7 +41,7 @@ def plan(
 
     Parameters
     ----------
-    spec, cache_spec, batch, bucket, fallback, kernel
+    spec, cache_spec, batch, bucket, fallback, kernel, return_lse
         As for `torch_backend.plan`; under ``shard_map``, those of one shard.
     device
         Where the metadata goes; JAX's default device when left out.
@@ -74,6 +76,7 @@ def plan(
             device=torch.device("cuda", target.local_hardware_id),
             fallback=fallback,
             kernel=kernel,
+            return_lse=return_lse,
         )
         # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
         # the steps would move about, and recorded launches would have to be recorded again.
@@ -83,5 +86,7 @@ def plan(
     def new_buffer(words: int) -> npt.NDArray[np.int32]:
         return np.empty(words, np.int32)
 
-    static, buffer = host_plan(spec, cache_spec, batch, bucket, facts, fallback, kernel, new_buffer)
+    static, buffer = host_plan(
+        spec, cache_spec, batch, bucket, facts, fallback, kernel, new_buffer, return_lse
+    )
     return AttentionPlan(static, jax.device_put(buffer, target))

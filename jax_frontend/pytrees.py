@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from interop.dcp import DCPPlan
 from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import CacheSpec
 
@@ -40,6 +41,10 @@ _serialize(
     lambda data: (PlanStatic.from_json(bytes(data).decode()),),
 )
 
+jax.tree_util.register_dataclass(
+    DCPPlan, data_fields=["context", "own"], meta_fields=["spec", "shards"]
+)
+
 jax.tree_util.register_pytree_node(CacheHandle, flatten_handle, unflatten_handle)
 _serialize(
     CacheHandle,
@@ -47,5 +52,5 @@ _serialize(
     lambda data: (json.loads(data)[0], CacheSpec(**json.loads(data)[1])),
 )
 
-jax.tree_util.register_dataclass(CacheArrays, data_fields=["k", "v"], meta_fields=["spec"])
+jax.tree_util.register_dataclass(CacheArrays, data_fields=["k", "v", "scales"], meta_fields=["spec"])
 _serialize(CacheArrays, lambda aux: _write_spec(aux[0]), lambda data: (_read_spec(data),))

@@ -24,7 +24,7 @@ from interop.spec import dtype_name
 from .cache import PagedKVCache, torch_dtype
 from .dispatch import run
 from .kernels import Operands
-from .planning import check_without_cache
+from .planning import check_lse, check_without_cache
 from .writing import write_rows
 
 # Kernels read rows with loads of 16 bytes; one that begins elsewhere would end the CUDA context.
@@ -96,10 +96,11 @@ def attend(
     FrameworkError, ShapeError, DTypeError, DeviceError, PlanError
         For arguments that do not fit the plan; nothing is computed then.
     """
-    _check_cache(cache, plan)
-    _check_rows("query", query, plan.static.query_shape, plan)
-    key, value = _layer(cache, layer)
-    return _launch(query, key, value, plan, plan.static.main, return_lse)
+    check_cache(cache, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
+    pools = _layer(cache, layer)
+    return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
 
 
 def append(
@@ -120,10 +121,9 @@ def append(
     FrameworkError, ShapeError, DTypeError, DeviceError, PlanError
         For arguments that do not fit the plan; nothing is written then.
     """
-    _check_cache(cache, plan)
-    _check_key_value(key, value, plan)
-    key_pool, value_pool = _layer(cache, layer)
-    write_rows(key, value, key_pool, value_pool, cache.spec.layout, plan.views["slot_mapping"])
+    check_cache(cache, plan)
+    check_key_value(key, value, plan)
+    _write(key, value, cache, plan, layer)
 
 
 @overload
@@ -174,14 +174,14 @@ def paged_attention(
     Where the plan's bucket promises requests without context, attention reads `key` and `value`
     themselves and the pages are only written.
     """
-    _check_cache(cache, plan)
-    _check_rows("query", query, plan.static.query_shape, plan)
-    _check_key_value(key, value, plan)
-    pools = _layer(cache, layer)
-    write_rows(key, value, *pools, cache.spec.layout, plan.views["slot_mapping"])
+    check_cache(cache, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
+    check_key_value(key, value, plan)
+    pools = _write(key, value, cache, plan, layer)
     if plan.static.own is not None:
         return _launch(query, key, value, plan, (plan.static.own,), return_lse)
-    return _launch(query, *pools, plan, plan.static.main, return_lse)
+    return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
 
 
 @overload
@@ -234,9 +234,20 @@ def ragged_attention(
     """
     _check_plan(plan)
     check_without_cache(plan.static)
-    _check_rows("query", query, plan.static.query_shape, plan)
-    _check_key_value(key, value, plan)
+    check_lse(plan.static, return_lse)
+    check_rows("query", query, plan.static.query_shape, plan)
+    check_key_value(key, value, plan)
     return _launch(query, key, value, plan, plan.static.main, return_lse)
+
+
+def _write(
+    key: Tensor, value: Tensor, cache: PagedKVCache, plan: AttentionPlan[Tensor], layer: int
+) -> tuple[Tensor, Tensor]:
+    """Write rows to their slots; returns the layer's pools."""
+    pools = _layer(cache, layer)
+    slots = plan.views["slot_mapping"]
+    write_rows(key, value, *pools, cache.spec, slots, *cache.scale_operands(layer))
+    return pools
 
 
 def _launch(
@@ -246,6 +257,7 @@ def _launch(
     plan: AttentionPlan[Tensor],
     launches: tuple[Launch, ...],
     return_lse: bool,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor | tuple[Tensor, Tensor]:
     static = plan.static
     out = torch.empty(static.out_shape, dtype=query.dtype, device=query.device)
@@ -257,7 +269,7 @@ def _launch(
     if scratch_bytes:
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=query.device)
     if static.bucket.num_tokens:
-        operands = Operands(query, key, value, plan.views, out, lse, scratch)
+        operands = Operands(query, key, value, plan.views, out, lse, scratch, *scales)
         for launch in launches:
             run(launch, operands)
     return out if lse is None else (out, lse)
@@ -281,7 +293,7 @@ def _check_plan(plan: object) -> None:
         )
 
 
-def _check_cache(cache: PagedKVCache, plan: AttentionPlan[Tensor]) -> None:
+def check_cache(cache: PagedKVCache, plan: AttentionPlan[Tensor]) -> None:
     _check_plan(plan)
     if not isinstance(cache, PagedKVCache):
         raise FrameworkError("cache", given=type(cache).__name__, wanted="a PagedKVCache")
@@ -301,15 +313,15 @@ def _check_cache(cache: PagedKVCache, plan: AttentionPlan[Tensor]) -> None:
         )
 
 
-def _check_key_value(key: Tensor, value: Tensor, plan: AttentionPlan[Tensor]) -> None:
+def check_key_value(key: Tensor, value: Tensor, plan: AttentionPlan[Tensor]) -> None:
     static = plan.static
     heads = static.spec.num_kv_heads
     rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
-    _check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
-    _check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+    check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
+    check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
 
 
-def _check_rows(
+def check_rows(
     name: str, rows: Tensor, shape: tuple[int, int, int], plan: AttentionPlan[Tensor]
 ) -> None:
     if not isinstance(rows, Tensor):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from interop.errors import (
+    ArgumentError,
     DeviceError,
     OutOfDeviceMemoryError,
 )
 from interop.spec import AttentionSpec, CacheSpec
 
+from .layouts import import_packed
+from .quantising import check_scales
+from .shared_memory import SharedPools, attach_shared, create_shared
 from .writing import warm
 
 __all__ = ["WHOLE_POOL", "PagedKVCache", "largest_num_pages"]
@@ -32,19 +40,32 @@ class PagedKVCache:
         See `interop.CacheSpec`; `dtype` takes a name or a ``torch.dtype``.
     device
         Where the pool lies, e.g. ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
+    scales
+        Of a quantised cache, ``real / stored`` of keys and values: a pair of numbers, or an array
+        ``[num_layers, 2]`` or ``[num_layers, 2, num_kv_heads]``; see `quantising.check_scales`. All
+        1 when left out. On a cache that is not quantised they are ignored, with a warning.
 
     Attributes
     ----------
     spec : CacheSpec
         Shape of the cache, to plan with.
     k, v : Tensor
-        The flat pools; shapes in `interop.CacheSpec`. Pages start as zeros.
+        The flat pools; shapes in `interop.CacheSpec`. Pages start as zeros. An imported cache whose
+        layers lie apart (``spec.layers_apart``) has none.
+    scales : Tensor or None
+        ``[num_layers, 2, num_kv_heads]`` float32 on the device, of a quantised cache.
 
     Raises
     ------
-    ArgumentError
-        For sizes out of range.
+    ArgumentError, ShapeError
+        For sizes out of range, and scales that are no positive numbers.
     """
+
+    spec: CacheSpec
+    device: torch.device
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None
 
     def __init__(
         self,
@@ -56,11 +77,12 @@ class PagedKVCache:
         dtype: object = "bfloat16",
         layout: str = "NHD",
         device: torch.device | str = "cpu",
+        scales: object | None = None,
     ) -> None:
         where = device_of(device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
-        self.spec = CacheSpec.of(
+        shape = CacheSpec.of(
             spec,
             num_layers=num_layers,
             num_pages=num_pages,
@@ -69,16 +91,138 @@ class PagedKVCache:
             layout=layout,
             device=where.type,
         )
-        self.device = where
+        shape, table = checked_scales(shape, scales)
         # Tensors made in inference mode can be written in that mode only, and the threads on which
         # XLA runs its calls are not in it.
         with torch.inference_mode(False):
-            self.k, self.v = _allocate(self.spec, where)
+            self._hold(shape, where, _allocate(shape, where), table)
+
+    @classmethod
+    def from_packed(
+        cls,
+        tensors: Tensor | Sequence[Tensor],
+        *,
+        spec: AttentionSpec,
+        dtype: object | None = None,
+        order: str = "LBHNC",
+        scales: object | None = None,
+    ) -> PagedKVCache:
+        """Look at a cache that another engine allocated, with keys and values packed side by side.
+
+        Nothing is copied: both sides see each other's writes, and the memory lives as long as
+        either. Layers that do not lie one after another in one memory give a cache with
+        ``spec.layers_apart``, whose layers must be known when a JAX program is traced.
+
+        Parameters
+        ----------
+        tensors, spec, dtype, order
+            As for `layouts.import_packed`.
+        scales
+            As for the class.
+
+        Raises
+        ------
+        ArgumentError, FrameworkError, ShapeError, DTypeError, DeviceError
+            For tensors that do not fit, or would have to be copied.
+        """
+        packed = import_packed(tensors, spec=spec, dtype=dtype, order=order)
+        shape, table = checked_scales(packed.spec, scales)
+        cache = cls.__new__(cls)
+        with torch.inference_mode(False):
+            pools = packed.layers if packed.flat is None else packed.flat
+            cache._hold(shape, packed.layers[0][0].device, pools, table)
+        return cache
+
+    @classmethod
+    def create_shared(
+        cls,
+        path: str | os.PathLike[str],
+        spec: AttentionSpec,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int = 16,
+        dtype: object = "bfloat16",
+        layout: str = "NHD",
+        scales: object | None = None,
+    ) -> PagedKVCache:
+        """Make a cache on the CPU in a file that other processes `attach`.
+
+        Parameters
+        ----------
+        path
+            A file that does not exist, best on a file system in memory such as ``/dev/shm``. To
+            delete it is left to the caller; processes that have the cache keep it.
+        spec, num_layers, num_pages, page_size, dtype, layout, scales
+            As for the class.
+        """
+        shape = CacheSpec.of(
+            spec,
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            layout=layout,
+            device="cpu",
+        )
+        shape, table = checked_scales(shape, scales)
+        with torch.inference_mode(False):
+            return cls._of_shared(create_shared(path, shape, table))
+
+    @classmethod
+    def attach(
+        cls, path: str | os.PathLike[str], expected: CacheSpec | None = None
+    ) -> PagedKVCache:
+        """Look at the cache in a file that a process made with `create_shared`.
+
+        Nothing orders what processes write and read: they have to tell one another when a write is
+        finished.
+
+        Parameters
+        ----------
+        path
+            The file.
+        expected
+            Shape that the cache must have; any when left out.
+
+        Raises
+        ------
+        ArgumentError, PlanError, OSError
+            For a file that is none of these, or has another shape.
+        """
+        with torch.inference_mode(False):
+            return cls._of_shared(attach_shared(path, expected))
+
+    @classmethod
+    def _of_shared(cls, shared: SharedPools) -> PagedKVCache:
+        cache = cls.__new__(cls)
+        pools = (shared.key, shared.value)
+        cache._hold(shared.spec, torch.device("cpu"), pools, shared.scales)
+        return cache
+
+    def _hold(
+        self,
+        spec: CacheSpec,
+        device: torch.device,
+        pools: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]],
+        scales: Tensor | None,
+    ) -> None:
+        """Take hold of memory: both flat pools, or a pair of views for each layer."""
+        self.spec = spec
+        self.device = device
+        if spec.layers_apart:
+            self._pools = dict(enumerate(pools))
+        else:
+            self.k, self.v = pools
             self._pools = {
-                layer: layer_pools(self.k, self.v, self.spec, layer)
-                for layer in (WHOLE_POOL, *range(num_layers))
+                layer: layer_pools(self.k, self.v, spec, layer)
+                for layer in (WHOLE_POOL, *range(spec.num_layers))
             }
-        warm(self.spec, where)
+        self.scales = None if scales is None else scales.to(device)
+        numbers = torch.arange(spec.num_layers, dtype=torch.int32, device=device)
+        # A kernel finds a layer's scales by a number in memory, as a layer may be traced.
+        self._numbers = numbers.split(1)
+        warm(spec, device)
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.spec}, device={str(self.device)!r})"
@@ -87,10 +231,77 @@ class PagedKVCache:
         """One layer's keys and values, views ``[num_pages, ...]`` of the flat pools."""
         return self._pools[layer]
 
+    def scale_operands(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of all layers and the number of one, as kernels take them; `None` without."""
+        if self.scales is None:
+            return None, None
+        return self.scales, self._numbers[layer]
+
+    def set_scales(self, scales: object) -> None:
+        """Replace the scales of a quantised cache, in place, so that recorded graphs see them.
+
+        What the pages hold was stored with the old scales and means nothing from here on.
+
+        Parameters
+        ----------
+        scales
+            As for the class. They may differ from head to head only if the first ones did, since
+            plans depend on it.
+
+        Raises
+        ------
+        ArgumentError, ShapeError
+            For scales that do not fit; nothing is changed then.
+        """
+        if self.scales is None:
+            raise ArgumentError(
+                "scales", given=f"scales for a cache of {self.spec.dtype}", wanted="a quantised one"
+            )
+        shape, table = checked_scales(self.spec, scales)
+        if shape.scales_per_head and not self.spec.scales_per_head:
+            raise ArgumentError(
+                "scales",
+                given="scales that differ from head to head",
+                wanted="one scale a layer, as the cache was made with",
+                remedy="Make the cache with scales per head.",
+            )
+        assert table is not None
+        with torch.inference_mode(False):
+            self.scales.copy_(table)
+
+
+def checked_scales(spec: CacheSpec, scales: object | None) -> tuple[CacheSpec, Tensor | None]:
+    """Return the spec of a cache with these scales, and the scales on the host.
+
+    Parameters
+    ----------
+    spec
+        Shape of the cache.
+    scales
+        As `PagedKVCache` takes them.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        For scales that do not fit.
+    """
+    if not spec.quantized:
+        if scales is not None:
+            warnings.warn(
+                f"scales are ignored: a cache of {spec.dtype} holds numbers as they are. Make it "
+                "with dtype='float8_e4m3fn' to store them in 8 bits.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return spec, None
+    table = check_scales(scales, spec)
+    per_head = bool((table != table[:, :, :1]).any())
+    return replace(spec, scales_per_head=per_head or spec.scales_per_head), table
+
 
 def _allocate(spec: CacheSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     """Both pools, as zeros; an error that says who has the memory where they do not fit."""
-    dtype = torch_dtype(spec.dtype)
+    dtype = torch_dtype(spec.storage_dtype)
     try:
         return (
             torch.zeros(spec.key_shape, dtype=dtype, device=device),

@@ -118,6 +118,7 @@ def works_of(
     bucket: Bucket,
     num_requests: int,
     device: Device,
+    lse: bool = True,
 ) -> tuple[Work, ...]:
     """Pieces of work that a bucket may ask for: all requests at once, then its other ways.
 
@@ -132,6 +133,7 @@ def works_of(
         num_requests=num_requests,
         bucket=bucket,
         source="tokens" if cache_spec is None else "pages",
+        lse=lse,
     )
     if cache_spec is None:
         return (whole,)
@@ -208,6 +210,7 @@ class Served:
             layout=MetadataLayout.of(sizes),
             main=tuple(launches),
             own=own,
+            lse=work.lse,
         )
 
 
@@ -221,11 +224,12 @@ def serve(
     device: Device,
     fallback: str,
     kernel: str | None,
+    lse: bool,
 ) -> Served:
     """Choose a family for each piece of work of a bucket; raises `UnsupportedError`."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
-    whole, *others = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device)
+    whole, *others = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device, lse)
     served = whole, _family_for(whole, fallback, kernel)
     if bucket.without_context and others:
         return Served(served, own=(others[0], _family_for(others[0], fallback, kernel)))

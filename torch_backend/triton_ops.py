@@ -1,97 +1,225 @@
-"""Triton kernels, written once; PyTorch launches them directly and JAX through the custom call.
+"""Triton kernels, written once; PyTorch launches them directly and JAX through jax-triton.
 
-Import this module only where Triton is installed: it comes with the ``cuda`` extra.
+Import this module only where Triton is installed: it comes with the ``cuda`` extra. Nothing here
+allocates or waits when it launches. Loading a kernel while a stream is being captured fails, so
+each function has a ``warm_`` beside it that loads what the function launches and changes no tensor.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["append", "gather", "warm_append", "warm_gather"]
+from .triton_items import (
+    OPTIONS,
+    PROGRAM_BYTES,
+    load_items,
+    none_of,
+    scales_of_one,
+    store_items,
+    tile,
+)
+from .triton_quantised import (
+    append_nvfp4,
+    scale_output,
+    scale_query,
+    warm_append_nvfp4,
+    warm_scale,
+)
 
-# Elements that one program copies; 16 bytes a thread for 16-bit types and 4 warps.
-BLOCK = 1024
+__all__ = [
+    "append",
+    "append_constants",
+    "append_grid",
+    "append_kernel",
+    "append_nvfp4",
+    "copy_pages",
+    "gather",
+    "scale_output",
+    "scale_query",
+    "warm_append",
+    "warm_append_nvfp4",
+    "warm_copy_pages",
+    "warm_gather",
+    "warm_scale",
+]
+
+Strides = tuple[int, int, int]
+
+# Largest finite value of each 8-bit type; what lies beyond is stored as that.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @triton.jit
-def _append_side(
-    rows, pool, row, page, offset, first, heads, width, page_stride, token_stride, head_stride,
-    BLOCK: tl.constexpr,
+def _to_fp8(items, scale, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
+    """Return ``items / scale``, saturated and rounded to nearest even; NaN stays NaN."""
+    # Not ``/``, which is approximate on a GPU.
+    stored = tl.div_rn(items.to(tl.float32), scale[:, None])
+    return tl.clamp(stored, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit(
+    do_not_specialize=("count",),
+    do_not_specialize_on_alignment=("slots", "scale_table", "scale_layer"),
+)
+def append_kernel(
+    key, value, slots, scale_table, scale_layer, key_pool, value_pool, count,
+    key_result, value_result,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, LARGEST: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_PAGE: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
+    VALUE_PAGE: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    ITEMS: tl.constexpr, KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy elements ``first .. first + BLOCK`` of one row ``[heads, width]`` to its slot."""
-    element = first + tl.arange(0, BLOCK)
-    inside = element < heads * width
-    value = tl.load(rows + row * heads * width + element, mask=inside)
-    head = element // width
-    place = page * page_stride + offset * token_stride + head * head_stride + element % width
-    tl.store(pool + place, value, mask=inside)
+    """Program ``i`` writes items ``i * ITEMS`` on of ``count`` rows of key and of value.
+
+    ``key_result`` and ``value_result`` are the pools once more: jax-triton passes results as
+    arguments of their own. Where ``LARGEST`` is 0, rows are stored as they are, and no scale is
+    read.
+    """
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    row = item // HEADS
+    head = (item % HEADS).to(tl.int64)
+    inside = row < count
+    slot = tl.load(slots + row, mask=inside, other=-1)
+    # Both loads come before the first store, and neither waits for the slots.
+    place = item.to(tl.int64)
+    keys = load_items(key, place * KEY_WIDTH, inside, KEY_WIDTH, KEY_COLUMNS)
+    values = load_items(value, place * VALUE_WIDTH, inside, VALUE_WIDTH, VALUE_COLUMNS)
+    if LARGEST > 0.0:
+        scales = scale_table + tl.load(scale_layer) * (2 * HEADS) + head
+        keys = _to_fp8(keys, tl.load(scales), LARGEST, key_pool.dtype.element_ty)
+        values = _to_fp8(values, tl.load(scales + HEADS), LARGEST, value_pool.dtype.element_ty)
+    live = slot >= 0
+    page = (slot // PAGE_SIZE).to(tl.int64)
+    token = (slot % PAGE_SIZE).to(tl.int64)
+    place = page * KEY_PAGE + token * KEY_TOKEN + head * KEY_HEAD
+    store_items(key_pool, place, keys, live, KEY_WIDTH, KEY_COLUMNS)
+    place = page * VALUE_PAGE + token * VALUE_TOKEN + head * VALUE_HEAD
+    store_items(value_pool, place, values, live, VALUE_WIDTH, VALUE_COLUMNS)
 
 
-@triton.jit
-def _append(
-    key, value, key_pool, value_pool, slots, page_size, heads, key_width, value_width,
-    key_page_stride, key_token_stride, key_head_stride,
-    value_page_stride, value_token_stride, value_head_stride,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program ``(t, b)`` copies block ``b`` of row ``t`` of key and value to slot ``slots[t]``."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    slot = tl.load(slots + row)
-    if slot >= 0:
-        # Pools pass 2**31 elements easily, so places are 64 bits wide.
-        page = (slot // page_size).to(tl.int64)
-        offset = (slot % page_size).to(tl.int64)
-        _append_side(
-            key, key_pool, row, page, offset, first, heads, key_width,
-            key_page_stride, key_token_stride, key_head_stride, BLOCK,
-        )  # fmt: skip
-        _append_side(
-            value, value_pool, row, page, offset, first, heads, value_width,
-            value_page_stride, value_token_stride, value_head_stride, BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit
-def _gather_side(
-    pool, rows, page, entry, valid, first, page_size, heads, width,
-    page_stride, token_stride, head_stride, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy elements ``first .. first + BLOCK`` of a page to its place among the rows."""
-    element = first + tl.arange(0, BLOCK)
-    token = element // (heads * width)
-    inside = token < page_size
-    within = element % (heads * width)
-    place = token * token_stride + (within // width) * head_stride + within % width
-    value = tl.load(pool + page * page_stride + place, mask=inside & (token < valid), other=0.0)
-    tl.store(rows + entry * page_size * heads * width + element, value, mask=inside)
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=("page_indices", "valid_tokens", "scale_table", "scale_layer")
+)
 def _gather(
     key_pool, value_pool, page_indices, valid_tokens, key_rows, value_rows,
-    page_size, heads, key_width, value_width,
-    key_page_stride, key_token_stride, key_head_stride,
-    value_page_stride, value_token_stride, value_head_stride,
-    BLOCK: tl.constexpr,
+    scale_table, scale_layer,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SCALED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_PAGE: tl.constexpr, KEY_TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr,
+    VALUE_PAGE: tl.constexpr, VALUE_TOKEN: tl.constexpr, VALUE_HEAD: tl.constexpr,
+    ITEMS: tl.constexpr, KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program ``(i, b)`` copies block ``b`` of page ``page_indices[i]`` to place ``i``."""
     entry = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
     valid = tl.load(valid_tokens + entry)
     if valid >= 0:
         page = tl.load(page_indices + entry).to(tl.int64)
-        _gather_side(
-            key_pool, key_rows, page, entry, valid, first, page_size, heads, key_width,
-            key_page_stride, key_token_stride, key_head_stride, BLOCK,
+        item = tl.program_id(1) * ITEMS + tl.arange(0, ITEMS)
+        token = (item // HEADS).to(tl.int64)
+        head = (item % HEADS).to(tl.int64)
+        live = token < valid
+        place = page * KEY_PAGE + token * KEY_TOKEN + head * KEY_HEAD
+        keys = load_items(key_pool, place, live, KEY_WIDTH, KEY_COLUMNS)
+        place = page * VALUE_PAGE + token * VALUE_TOKEN + head * VALUE_HEAD
+        values = load_items(value_pool, place, live, VALUE_WIDTH, VALUE_COLUMNS)
+        if SCALED:
+            scales = scale_table + tl.load(scale_layer) * (2 * HEADS) + head
+            keys = keys.to(tl.float32) * tl.load(scales)[:, None]
+            values = values.to(tl.float32) * tl.load(scales + HEADS)[:, None]
+        keys = tl.where(live[:, None], keys.to(key_rows.dtype.element_ty), 0.0)
+        values = tl.where(live[:, None], values.to(value_rows.dtype.element_ty), 0.0)
+        inside = token < PAGE_SIZE
+        place = entry * (PAGE_SIZE * HEADS) + item
+        store_items(key_rows, place * KEY_WIDTH, keys, inside, KEY_WIDTH, KEY_COLUMNS)
+        store_items(value_rows, place * VALUE_WIDTH, values, inside, VALUE_WIDTH, VALUE_COLUMNS)
+
+
+@triton.jit
+def _copy_side(
+    pool, source, target,
+    PAGE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one block of a page ``[ELEMENTS / (ROWS * WIDTH), ROWS, WIDTH]`` to another page."""
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < ELEMENTS
+    outer = (element // (ROWS * WIDTH)).to(tl.int64)
+    inner = (element // WIDTH % ROWS).to(tl.int64)
+    place = outer * OUTER + inner * INNER + element % WIDTH
+    copied = tl.load(pool + source * PAGE + place, mask=inside)
+    tl.store(pool + target * PAGE + place, copied, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=("source", "target"))
+def _copy_pages(
+    key_pool, value_pool, source, target,
+    KEY_PAGE: tl.constexpr, KEY_OUTER: tl.constexpr, KEY_INNER: tl.constexpr,
+    KEY_ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_ELEMENTS: tl.constexpr,
+    VALUE_PAGE: tl.constexpr, VALUE_OUTER: tl.constexpr, VALUE_INNER: tl.constexpr,
+    VALUE_ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_ELEMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program ``(i, b)`` copies block ``b`` of page ``source[i]`` to page ``target[i]``."""
+    old = tl.load(source + tl.program_id(0)).to(tl.int64)
+    new = tl.load(target + tl.program_id(0)).to(tl.int64)
+    if new >= 0:
+        _copy_side(
+            key_pool, old, new,
+            KEY_PAGE, KEY_OUTER, KEY_INNER, KEY_ROWS, KEY_WIDTH, KEY_ELEMENTS, BLOCK,
         )  # fmt: skip
-        _gather_side(
-            value_pool, value_rows, page, entry, valid, first, page_size, heads, value_width,
-            value_page_stride, value_token_stride, value_head_stride, BLOCK,
+        _copy_side(
+            value_pool, old, new,
+            VALUE_PAGE, VALUE_OUTER, VALUE_INNER, VALUE_ROWS, VALUE_WIDTH, VALUE_ELEMENTS, BLOCK,
         )  # fmt: skip
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slots: Tensor,
+    *,
+    scale_table: Tensor | None = None,
+    scale_layer: Tensor | None = None,
+) -> None:
+    """Write row ``t`` of key and value to slot ``slots[t]``; a slot of -1 writes nothing.
+
+    A program reads one or more whole tokens where heads and width allow: with 8 heads of 128 and
+    16-bit pools, 2 KiB of key and 2 KiB of value, and writes as many.
+
+    Parameters
+    ----------
+    key, value
+        ``[rows, heads, width]``, contiguous, at least as many rows as slots.
+    key_pool, value_pool
+        ``[pages, page_size, heads, width]`` as views of any strides whose last is 1; the two
+        may differ in width and strides. Their dtype is that of the rows, or float8_e4m3fn or
+        float8_e5m2: then ``row / scale`` is stored, saturated and rounded to nearest even, and NaN
+        stays NaN.
+    slots
+        ``[slots]`` int32.
+    scale_table, scale_layer
+        Of a quantised cache: ``[layers, 2, heads]`` float32, and ``[1]`` int32 on the device, which
+        layer's scales to use.
+    """
+    _, page_size, heads, key_width = key_pool.shape
+    constants = append_constants(
+        page_size, heads, (key_width, value_pool.shape[3]),
+        key_pool.stride()[:3], value_pool.stride()[:3], key_pool.dtype,
+    )  # fmt: skip
+    count = slots.shape[0]
+    append_kernel[append_grid(count, constants)](
+        key, value, slots, scale_table, scale_layer, key_pool, value_pool, count,
+        key_pool, value_pool, **constants,
+    )  # fmt: skip
 
 
 def gather(
@@ -101,6 +229,9 @@ def gather(
     valid_tokens: Tensor,
     key_rows: Tensor,
     value_rows: Tensor,
+    *,
+    scale_table: Tensor | None = None,
+    scale_layer: Tensor | None = None,
 ) -> None:
     """Copy pages to rows that follow one another: entry ``i`` to rows from ``i * page_size`` on.
 
@@ -112,56 +243,135 @@ def gather(
         ``[entries]`` int32: pages, and how many of their tokens to copy. The rows of the others
         become 0; an entry of -1 leaves its rows as they are.
     key_rows, value_rows
-        ``[entries * page_size, heads, width]``, contiguous.
+        ``[entries * page_size, heads, width]``, contiguous, in the dtype of the pools.
+    scale_table, scale_layer
+        As for `append`. With them, rows of any float type become ``stored * scale``, computed in
+        float32.
     """
     _, page_size, heads, key_width = key_pool.shape
-    value_width = value_pool.shape[3]
-    elements = page_size * heads * max(key_width, value_width)
-    _gather[(valid_tokens.shape[0], triton.cdiv(elements, BLOCK))](
+    constants = _item_constants(
+        page_size, heads, (key_width, value_pool.shape[3]),
+        key_pool.stride()[:3], value_pool.stride()[:3], key_rows.dtype,
+    )  # fmt: skip
+    blocks = triton.cdiv(page_size * heads, constants["ITEMS"])
+    _gather[(valid_tokens.shape[0], blocks)](
         key_pool, value_pool, page_indices, valid_tokens, key_rows, value_rows,
-        page_size, heads, key_width, value_width,
-        *key_pool.stride()[:3], *value_pool.stride()[:3], BLOCK=BLOCK,
+        scale_table, scale_layer, SCALED=scale_table is not None, **constants,
     )  # fmt: skip
 
 
-def append(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> None:
-    """Write row ``t`` of key and value to slot ``slots[t]``; a slot of -1 writes nothing.
+def copy_pages(key_pool: Tensor, value_pool: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy page ``source[i]`` to page ``target[i]``, in keys and in values.
 
     Parameters
     ----------
-    key, value
-        ``[rows, heads, width]``, contiguous, at least as many rows as slots.
     key_pool, value_pool
-        ``[pages, page_size, heads, width]`` as views of any strides whose last is 1; the two
-        may differ in width.
-    slots
-        ``[slots]`` int32.
+        ``[pages, ...]`` with two more dimensions and a last one of stride 1, of any dtype.
+    source, target
+        ``[n]`` int32. A target of -1 copies nothing. No page is a target twice, or a target and a
+        source.
     """
-    _, page_size, heads, key_width = key_pool.shape
-    value_width = value_pool.shape[3]
-    grid = (slots.shape[0], triton.cdiv(heads * max(key_width, value_width), BLOCK))
-    _append[grid](
-        key, value, key_pool, value_pool, slots, page_size, heads, key_width, value_width,
-        *key_pool.stride()[:3], *value_pool.stride()[:3], BLOCK=BLOCK,
-    )  # fmt: skip
+    pools = [_as_bytes(pool) for pool in (key_pool, value_pool)]
+    constants = _copy_constants(
+        *((tuple(pool.shape[1:]), pool.stride()[:3]) for pool in pools), pools[0].itemsize
+    )
+    most = max(constants["KEY_ELEMENTS"], constants["VALUE_ELEMENTS"])
+    grid = (source.shape[0], triton.cdiv(most, constants["BLOCK"]))
+    _copy_pages[grid](*pools, source, target, **constants)
 
 
-def warm_gather(key_pool: Tensor, value_pool: Tensor) -> None:
-    """Compile and load `gather` for these pools, as `warm_append` does for `append`."""
-    _, page_size, heads, key_width = key_pool.shape
-    none = torch.full((1,), -1, dtype=torch.int32, device=key_pool.device)
-    key_rows = key_pool.new_empty((page_size, heads, key_width))
-    value_rows = value_pool.new_empty((page_size, heads, value_pool.shape[3]))
-    gather(key_pool, value_pool, none, none, key_rows, value_rows)
+@lru_cache(maxsize=256)
+def append_constants(
+    page_size: int,
+    heads: int,
+    widths: tuple[int, int],
+    key_strides: Strides,
+    value_strides: Strides,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Return what `append_kernel` is compiled for, by name; the same in both frameworks.
 
-
-def warm_append(key_pool: Tensor, value_pool: Tensor) -> None:
-    """Compile and load `append` for these pools, so that it can be recorded in a CUDA graph.
-
-    Loading a kernel while a stream is being captured fails; this writes nothing.
+    Parameters
+    ----------
+    page_size, heads, widths
+        Tokens in a page, heads, and widths of key and value.
+    key_strides, value_strides
+        Elements from page to page, token to token and head to head.
+    dtype
+        Element type of the pools.
     """
-    _, _, heads, key_width = key_pool.shape
-    key = key_pool.new_empty((1, heads, key_width))
-    value = value_pool.new_empty((1, heads, value_pool.shape[3]))
-    slots = torch.full((1,), -1, dtype=torch.int32, device=key_pool.device)
-    append(key, value, key_pool, value_pool, slots)
+    items = _item_constants(page_size, heads, widths, key_strides, value_strides, dtype)
+    return items | {"LARGEST": LARGEST.get(dtype, 0.0)}
+
+
+def append_grid(count: int, constants: dict[str, Any]) -> tuple[int]:
+    """Return how many programs of `append_kernel` write `count` rows."""
+    return (triton.cdiv(count * constants["HEADS"], constants["ITEMS"]),)
+
+
+@lru_cache(maxsize=256)
+def _item_constants(
+    page_size: int,
+    heads: int,
+    widths: tuple[int, int],
+    key_strides: Strides,
+    value_strides: Strides,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Return constants of a kernel over items that stores `dtype`."""
+    constants = {"PAGE_SIZE": page_size, "HEADS": heads} | OPTIONS
+    constants["ITEMS"] = tile(max(widths), dtype)
+    sides = zip(("KEY", "VALUE"), widths, (key_strides, value_strides), strict=True)
+    for side, width, strides in sides:
+        constants[f"{side}_WIDTH"] = width
+        constants[f"{side}_COLUMNS"] = triton.next_power_of_2(width)
+        for step, stride in zip(("PAGE", "TOKEN", "HEAD"), strides, strict=True):
+            constants[f"{side}_{step}"] = stride
+    return constants
+
+
+@lru_cache(maxsize=256)
+def _copy_constants(
+    key: tuple[tuple[int, ...], Strides], value: tuple[tuple[int, ...], Strides], itemsize: int
+) -> dict[str, Any]:
+    constants = {"BLOCK": PROGRAM_BYTES // itemsize} | OPTIONS
+    for side, (shape, (page, outer, inner)) in (("KEY", key), ("VALUE", value)):
+        planes, rows, width = shape
+        constants[f"{side}_ELEMENTS"] = planes * rows * width
+        if outer == rows * inner and inner == width:
+            # One run of elements, whose accesses need not be as narrow as its rows.
+            rows, width = 1, planes * rows * width
+        names = ("PAGE", "OUTER", "INNER", "ROWS", "WIDTH")
+        for name, number in zip(names, (page, outer, inner, rows, width), strict=True):
+            constants[f"{side}_{name}"] = number
+    return constants
+
+
+def _as_bytes(pool: Tensor) -> Tensor:
+    """View 8-bit elements as bytes: older GPUs copy them, too, but know no such type."""
+    return pool.view(torch.uint8) if pool.itemsize == 1 else pool
+
+
+def warm_append(key_pool: Tensor, value_pool: Tensor, row_dtype: torch.dtype) -> None:
+    """Load `append` for these pools and rows of `row_dtype`."""
+    shapes = [(1, *pool.shape[2:]) for pool in (key_pool, value_pool)]
+    rows = [key_pool.new_empty(shape, dtype=row_dtype) for shape in shapes]
+    append(*rows, key_pool, value_pool, none_of(key_pool), **_some_scales(key_pool))
+
+
+def warm_gather(key_pool: Tensor, value_pool: Tensor, row_dtype: torch.dtype) -> None:
+    """Load `gather` for these pools and rows of `row_dtype`."""
+    rows = [pool.new_empty(pool.shape[1:], dtype=row_dtype) for pool in (key_pool, value_pool)]
+    none = none_of(key_pool)
+    gather(key_pool, value_pool, none, none, *rows, **_some_scales(key_pool))
+
+
+def warm_copy_pages(key_pool: Tensor, value_pool: Tensor) -> None:
+    """Load `copy_pages` for these pools."""
+    none = none_of(key_pool)
+    copy_pages(key_pool, value_pool, none, none)
+
+
+def _some_scales(pool: Tensor) -> dict[str, Tensor]:
+    """Return scales for `token_major` pools; none where these are not quantised."""
+    return scales_of_one(pool, pool.shape[2]) if pool.dtype in LARGEST else {}

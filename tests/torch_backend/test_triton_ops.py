@@ -1,64 +1,349 @@
-"""The Triton kernels against PyTorch, under Triton's interpreter on the CPU."""
+"""The Triton kernels against PyTorch, under Triton's interpreter on the CPU.
+
+TRITON_INTERPRET has to be set before Triton is imported, so this file, run as a program, makes all
+checks in a process of its own and prints what came of each.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-# TRITON_INTERPRET has to be set before Triton is imported, hence a process of its own.
-SCRIPT = """
-import itertools
+import numpy as np
+import pytest
 import torch
-from torch_backend import triton_ops
+from torch import Tensor
+
+from interop.spec import FLOAT_DTYPES, FP8_DTYPES, NVFP4_DTYPES, CacheSpec
 from torch_backend.writing import token_major, write_rows
 
-torch.manual_seed(0)
-cases = itertools.product(("NHD", "HND"), ((2, 16, 16), (3, 5, 7), (9, 128, 128)), (1, 4))
-for layout, (heads, width, width_v), page_size in cases:
-    shapes = [
-        (6, page_size, heads, w) if layout == "NHD" else (6, heads, page_size, w)
-        for w in (width, width_v)
-    ]
-    # Every other page of a larger pool: the page stride is twice a page.
-    pools = [torch.randn(12, *shape[1:])[::2] for shape in shapes]
-    rows = [torch.randn(5, heads, w) for w in (width, width_v)]
-    slots = torch.randperm(6 * page_size)[:4].int()
-    slots[1] = -1
-    expected = [pool.clone() for pool in pools]
-    write_rows(*rows, *expected, layout, slots)
-    triton_ops.append(*rows, *(token_major(pool, layout) for pool in pools), slots)
-    for got, want in zip(pools, expected):
-        assert torch.equal(got, want), (layout, heads, width, page_size)
+ROOT = Path(__file__).parents[2]
+PAGES = 6
+# Heads, widths of key and value.
+SHAPES = ((1, 16, 16), (2, 48, 16), (3, 5, 7), (4, 32, 32), (8, 128, 128))
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def cache_spec(
+    dtype: str, layout: str, page_size: int, shape: tuple[int, int, int], layers: int = 1
+) -> CacheSpec:
+    heads, width, width_v = shape
+    return CacheSpec(layers, PAGES, page_size, heads, width, width_v, dtype, layout)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Ordinary numbers, among them numbers half-way between those of few bits, 0 and -0."""
+    rows = torch.randn(shape, generator=generator) * 4.0
+    few = torch.randint(-64, 65, shape, generator=generator) * 0.0625
+    rows = torch.where(torch.rand(shape, generator=generator) < 0.5, few, rows)
+    rows.view(-1)[::37] = -0.0
+    return rows.to(dtype)
+
+
+def any_bits(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Any float32 at all: subnormal, huge, infinite and not a number."""
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    rows = bits.to(torch.int32).view(torch.float32)
+    # The sign of what is not a number is the platform's business.
+    return rows.masked_fill(rows.isnan(), torch.nan)
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A pool that holds something; bytes in 8-bit pools."""
+    if dtype.itemsize > 1:
+        return torch.randn(shape, generator=generator).to(dtype)
+    codes = torch.randint(0, 240, shape, generator=generator)
+    # Both signs of what is finite in either fp8.
+    return torch.where(codes < 120, codes, codes + 8).to(torch.uint8).view(dtype)
+
+
+def pools_of(spec: CacheSpec, how: str, generator: torch.Generator) -> list[Tensor]:
+    """Pools as a cache has them, with gaps between pages, or packed with one another."""
+    dtype = getattr(torch, spec.storage_dtype)
+    shapes = [spec.key_shape, spec.value_shape]
+    if how == "whole":
+        return [noise(shape, dtype, generator) for shape in shapes]
+    if how == "gaps":
+        return [noise((2 * s[0], *s[1:]), dtype, generator)[::2] for s in shapes]
+    packed = noise((*shapes[0][:3], shapes[0][3] + shapes[1][3]), dtype, generator)
+    return [packed[..., : shapes[0][3]], packed[..., shapes[0][3] :]]
+
+
+def bytes_of(pool: Tensor) -> Tensor:
+    return pool.contiguous().view(torch.uint8)
+
+
+def assert_same(got: list[Tensor], want: list[Tensor], case: object) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(bytes_of(a), bytes_of(b)), case
+
+
+def scales_of(spec: CacheSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Scales of two layers, and which of them is meant."""
+    table = torch.rand((2, 2, spec.num_kv_heads), generator=generator) * 3.0 + 0.01
+    return table, torch.tensor([1], dtype=torch.int32)
+
+
+def launch_append(
+    key: Tensor,
+    value: Tensor,
+    pools: list[Tensor],
+    spec: CacheSpec,
+    slots: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> None:
+    from torch_backend import triton_ops
+
+    named: dict[str, Any] = {}
+    if scales is not None:
+        named = {"scale_table": scales[0], "scale_layer": scales[1]}
+    if spec.dtype in NVFP4_DTYPES:
+        named |= {"layout": spec.layout, "four_over_six": spec.dtype == "nvfp4_4over6"}
+        triton_ops.append_nvfp4(key, value, *pools, slots, **named)
+    else:
+        views = (token_major(pool, spec.layout) for pool in pools)
+        triton_ops.append(key, value, *views, slots, **named)
+
+
+def append_cases() -> Iterator[tuple[CacheSpec, str, str]]:
+    for dtype, layout, shape in product(
+        (*FLOAT_DTYPES, *FP8_DTYPES, *NVFP4_DTYPES), ("NHD", "HND"), SHAPES
+    ):
+        nvfp4 = dtype in NVFP4_DTYPES
+        if nvfp4 and shape[1] % 16:
+            continue
+        rows = (dtype,) if dtype in FLOAT_DTYPES else FLOAT_DTYPES
+        hows = ("whole", "gaps") if nvfp4 else ("whole", "gaps", "packed")
+        for number, how in enumerate(hows):
+            page_size = (1, 4, 3)[number]
+            yield cache_spec(dtype, layout, page_size, shape), rows[number % len(rows)], how
+
+
+@check
+def append_leaves_the_bytes_that_torch_leaves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for spec, row_dtype, how in append_cases():
+        dtype = getattr(torch, row_dtype)
+        pools = pools_of(spec, how, generator)
+        count = min(5, PAGES * spec.page_size - 1)
+        key, value = (
+            numbers((count + 2, spec.num_kv_heads, width), dtype, generator)
+            for width in (spec.head_dim, spec.head_dim_v)
+        )
+        slots = torch.randperm(PAGES * spec.page_size, generator=generator)[:count].int()
+        slots[1] = -1
+        scales = scales_of(spec, generator) if spec.quantized else None
+        expected = [pool.clone() for pool in pools]
+        write_rows(key, value, *expected, spec, slots, *(scales or ()))
+        launch_append(key, value, pools, spec, slots, scales)
+        assert_same(pools, expected, (spec, how))
+
+
+@check
+def nothing_is_written_where_slots_say_so() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for dtype in ("bfloat16", "float8_e4m3fn", "nvfp4_4over6"):
+        spec = cache_spec(dtype, "NHD", 4, (2, 32, 32))
+        pools = pools_of(spec, "gaps", generator)
+        before = [pool.clone() for pool in pools]
+        rows = torch.randn((9, 2, 32), generator=generator).bfloat16()
+        scales = scales_of(spec, generator) if spec.quantized else None
+        for slots in (torch.full((9,), -1), torch.empty(0)):
+            launch_append(rows, rows, pools, spec, slots.int(), scales)
+            assert_same(pools, before, spec)
+
+
+@check
+def any_float32_is_stored_as_torch_stores_it() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for dtype in (*FP8_DTYPES, *NVFP4_DTYPES):
+        spec = cache_spec(dtype, "NHD", 16, (4, 64, 64))
+        pools = pools_of(spec, "whole", generator)
+        rows = [any_bits((64, 4, 64), generator) for _ in range(2)]
+        # Blocks of one magnitude, next to those of all magnitudes.
+        rows[1][::2] = numbers((32, 4, 64), torch.float32, generator)
+        rows[1][::8] *= 2.0**-120
+        scales = scales_of(spec, generator)
+        scales[0][1, :, 0] = 2.0**-20
+        scales[0][1, :, 1] = 2.0**20
+        slots = torch.arange(64, dtype=torch.int32)
+        expected = [pool.clone() for pool in pools]
+        write_rows(*rows, *expected, spec, slots, *scales)
+        # What overflows is infinite, as on a GPU; the interpreter is NumPy, which says so.
+        with np.errstate(all="ignore"):
+            launch_append(rows[0], rows[1], pools, spec, slots, scales)
+        assert_same(pools, expected, spec)
+
+
+@check
+def gather_copies_pages_into_rows() -> None:
+    from torch_backend import triton_ops
+
+    generator = torch.Generator().manual_seed(3)
+    for dtype, layout, shape, page_size in product(
+        ("float32", "bfloat16", *FP8_DTYPES), ("NHD", "HND"), SHAPES[1:], (1, 4)
+    ):
+        spec = cache_spec(dtype, layout, page_size, shape)
+        pools = pools_of(spec, "gaps", generator)
+        views = [token_major(pool, layout) for pool in pools]
+        row_dtype = torch.float16 if spec.quantized else pools[0].dtype
+        scales = scales_of(spec, generator) if spec.quantized else None
+        indices = torch.tensor([3, 0, 5, 2], dtype=torch.int32)
+        valid = torch.tensor([page_size, page_size - 1, -1, 0], dtype=torch.int32)
+        real = []
+        for side, view in enumerate(views):
+            # What is not valid may hold anything.
+            view[0, page_size - 1] = torch.nan
+            view[2] = torch.nan
+            factor = scales[0][1, side, :, None] if scales is not None else 1.0
+            real.append((view.float() * factor).to(row_dtype))
+        rows = [
+            torch.full((4 * page_size, *view.shape[2:]), 7.0, dtype=row_dtype) for view in views
+        ]
+        named = dict(zip(("scale_table", "scale_layer"), scales or (), strict=False))
+        triton_ops.gather(*views, indices, valid, *rows, **named)
+        for view, got in zip(real, rows, strict=True):
+            want = torch.full_like(got, 7.0).view(4, page_size, *view.shape[2:])
+            want[0] = view[3]
+            want[1] = view[0]
+            want[1, page_size - 1] = 0.0
+            want[3] = 0.0
+            assert torch.equal(got.view(want.shape), want), (spec, page_size)
+
+
+@check
+def query_and_output_are_scaled_by_their_kv_head() -> None:
+    from torch_backend import triton_ops
+
+    generator = torch.Generator().manual_seed(4)
+    for heads, kv_heads, width in ((8, 2, 64), (6, 6, 48), (32, 1, 16)):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            rows = torch.randn((5, heads, width), generator=generator).to(dtype)
+            table = torch.rand((3, 2, kv_heads), generator=generator)
+            layer = torch.tensor([2], dtype=torch.int32)
+            factors = table[2].repeat_interleave(heads // kv_heads, 1)[..., None]
+            scaled = torch.full_like(rows, 7.0)
+            triton_ops.scale_query(rows, scaled, table, layer)
+            assert torch.equal(scaled, (rows.float() * factors[0]).to(dtype))
+            want = (rows.float() * factors[1]).to(dtype)
+            triton_ops.scale_output(rows, table, layer)
+            assert torch.equal(rows, want)
+            triton_ops.warm_scale(rows, rows, kv_heads)
+            assert torch.equal(rows, want)
+
+
+@check
+def pages_are_copied_whole() -> None:
+    from torch_backend import triton_ops
+
+    generator = torch.Generator().manual_seed(5)
+    for dtype, how, shape in product(
+        ("float32", "bfloat16", "float8_e5m2", "nvfp4"), ("whole", "gaps", "packed"), SHAPES
+    ):
+        if dtype == "nvfp4" and shape[1] % 16:
+            continue
+        spec = cache_spec(dtype, "HND", 4, shape)
+        pools = pools_of(spec, how, generator)
+        source = torch.tensor([1, 4, 2], dtype=torch.int32)
+        target = torch.tensor([3, 0, -1], dtype=torch.int32)
+        expected = [pool.clone() for pool in pools]
+        for pool in expected:
+            pool[3] = pool[1]
+            pool[0] = pool[4]
+        triton_ops.copy_pages(pools[0], pools[1], source, target)
+        assert_same(pools, expected, (spec, how))
+
+
+@check
+def warming_up_changes_nothing() -> None:
+    from torch_backend import triton_ops
+
+    generator = torch.Generator().manual_seed(6)
+    for dtype in ("bfloat16", "float8_e5m2"):
+        spec = cache_spec(dtype, "HND", 4, (2, 32, 16))
+        pools = pools_of(spec, "packed", generator)
+        before = [pool.clone() for pool in pools]
+        views = [token_major(pool, "HND") for pool in pools]
+        triton_ops.warm_append(views[0], views[1], torch.bfloat16)
+        triton_ops.warm_gather(views[0], views[1], torch.bfloat16)
+        triton_ops.warm_copy_pages(pools[0], pools[1])
+        assert_same(pools, before, spec)
+    spec = cache_spec("nvfp4", "HND", 4, (2, 32, 16))
+    pools = pools_of(spec, "whole", generator)
     before = [pool.clone() for pool in pools]
-    triton_ops.warm_append(*(token_major(pool, layout) for pool in pools))
-    assert all(torch.equal(a, b) for a, b in zip(pools, before))
-
-    indices = torch.tensor([3, 0, 5, 2], dtype=torch.int32)
-    valid = torch.tensor([page_size, page_size - 1, -1, 0], dtype=torch.int32)
-    rows = [torch.full((4 * page_size, heads, w), 7.0) for w in (width, width_v)]
-    views = [token_major(pool, layout) for pool in pools]
-    # What is not valid may hold anything.
-    for view in views:
-        view[0, page_size - 1] = torch.nan
-        view[2] = torch.nan
-    triton_ops.gather(*views, indices, valid, *rows)
-    for view, got in zip(views, rows):
-        want = torch.full_like(got, 7.0).view(4, page_size, heads, -1)
-        want[0] = view[3]
-        want[1] = view[0]
-        want[1, page_size - 1] = 0.0
-        want[3] = 0.0
-        assert torch.equal(got.view(want.shape), want), (layout, heads, width, page_size)
-    triton_ops.warm_gather(*views)
-print("same bytes")
-"""
+    for four_over_six in (False, True):
+        triton_ops.warm_append_nvfp4(
+            pools[0], pools[1], torch.float16, layout="HND", four_over_six=four_over_six
+        )
+    assert_same(pools, before, spec)
 
 
-def test_interpreted_kernels_leave_the_bytes_that_torch_leaves() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+def convert_exactly(
+    bits: Any, source: Any, target: Any, rounding: Any  # noqa: ARG001
+) -> Any:
+    """Convert floats for Triton's interpreter, which by itself cuts bfloat16 off and errs in fp8.
+
+    It keeps types that NumPy lacks as their bits. GPUs round to nearest even, as torch does.
+    """
+    import triton.language as tl
+
+    types = {
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float32: torch.float32,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+    width = types[source].itemsize
+    given = torch.from_numpy(bits.reshape(-1).view(f"int{8 * width}").copy()).view(types[source])
+    made = given.float().to(types[target])
+    size = types[target].itemsize
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+    return made.view(integer).numpy().view(f"uint{8 * size}").reshape(bits.shape)
+
+
+def main() -> None:
+    from triton.runtime import interpreter
+
+    interpreter._convert_float = convert_exactly
+    outcomes = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-W", "error", __file__],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "same bytes"
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,8 @@
-"""FlashInfer's private names: the one place that knows them.
+"""FlashInfer's private names: this module and `flashinfer_signatures` are all that know them.
 
 FlashInfer's public objects keep a plan's schedule to themselves, so its compiled modules are called
-directly. Which modules there are, how they are built and in which order their functions take their
-arguments was read from version 0.7.2.post1; a test compares every list below with the sources that
-the installed package compiles. Importing this module does not import FlashInfer.
+directly. Which modules there are and how they are built was read from version 0.7.2.post1.
+Importing this module does not import FlashInfer.
 """
 
 from __future__ import annotations
@@ -11,21 +10,26 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import shutil
+import tempfile
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import tvm_ffi
 
 from interop.errors import UnsupportedError, VersionError
 
+from .flashinfer_signatures import LAYOUTS, MASK_MODES, RUNS, SIGNATURES, arrange
+
 __all__ = [
     "BUILD_SECONDS",
+    "LAYOUTS",
+    "MASK_MODES",
     "SIGNATURES",
-    "CompiledModule",
     "ModuleKey",
     "arrange",
     "build",
@@ -40,128 +44,10 @@ DISTRIBUTION = "flashinfer-python"
 AT_LEAST, BELOW = (0, 7, 2), (0, 7, 3)
 REMEDY = f"Install it with: pip install '{DISTRIBUTION}>=0.7.2,<0.7.3'"
 
-# Seconds that compiling one module took on a machine with 16 cores.
-BUILD_SECONDS = {"fa2": 26, "fa3": 75}
+# Seconds that compiling one module took on a machine with 16 cores; of XQA, its longest job on two.
+BUILD_SECONDS = {"fa2": 26, "fa3": 75, "xqa": 9}
 
 log = logging.getLogger("isthmus")
-
-_PLAN = (
-    "float_workspace_buffer",
-    "int_workspace_buffer",
-    "page_locked_int_workspace_buffer",
-    "qo_indptr",
-    "kv_indptr",
-    "kv_len_arr",
-    "total_num_rows",
-    "batch_size",
-    "num_qo_heads",
-    "num_kv_heads",
-    "page_size",
-    "enable_cuda_graph",
-    "head_dim_qk",
-    "head_dim_vo",
-    "causal",
-    "window_left",
-)
-_FA2_PLAN = (
-    *_PLAN,
-    "fixed_split_size",
-    "disable_split_kv",
-    "num_colocated_ctas",
-    "uniform_q_len",
-)
-_OPTIONS = ("mask_mode_code", "layout", "window_left", "enable_pdl")
-_PAGED_RUN = (
-    "float_workspace_buffer",
-    "int_workspace_buffer",
-    "plan_info_vec",
-    "q",
-    "paged_k_cache",
-    "paged_v_cache",
-    "qo_indptr",
-    "paged_kv_indptr",
-    "paged_kv_indices",
-    "paged_kv_last_page_len",
-    "o",
-    "maybe_lse",
-    *_OPTIONS,
-)
-_RAGGED_RUN = (
-    "float_workspace_buffer",
-    "int_workspace_buffer",
-    "plan_info_vec",
-    "q",
-    "k",
-    "v",
-    "qo_indptr",
-    "kv_indptr",
-    "o",
-    "maybe_lse",
-    *_OPTIONS,
-)
-_FA2_EXTRAS = (
-    "maybe_custom_mask",
-    "maybe_mask_indptr",
-    "maybe_alibi_slopes",
-    "maybe_prefix_len_ptr",
-    "maybe_token_pos_in_items_ptr",
-    "maybe_max_item_len_ptr",
-    "maybe_k_cache_sf",
-    "maybe_v_cache_sf",
-    "logits_soft_cap",
-    "sm_scale",
-    "rope_rcp_scale",
-    "rope_rcp_theta",
-    "token_pos_in_items_len",
-)
-_FA3_EXTRAS = (
-    "maybe_prefix_len_ptr",
-    "maybe_token_pos_in_items_ptr",
-    "maybe_max_item_len_ptr",
-    "maybe_scale_v",
-    "logits_soft_cap",
-    "sm_scale",
-    "scale_v_scalar",
-    "token_pos_in_items_len",
-)
-
-# The compiled functions' parameters by name and in order; names are those of FlashInfer's sources.
-SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
-    "fa2": {
-        "plan": _FA2_PLAN,
-        "workspace_size": ("device_buffer", *_FA2_PLAN[3:]),
-        "paged_run": _PAGED_RUN + _FA2_EXTRAS,
-        "ragged_run": _RAGGED_RUN + _FA2_EXTRAS,
-    },
-    "fa3": {
-        "plan": _PLAN,
-        "paged_run": _PAGED_RUN + _FA3_EXTRAS,
-        "ragged_run": _RAGGED_RUN + _FA3_EXTRAS,
-    },
-}
-
-MASK_MODES = {False: 0, True: 1}  # by `AttentionSpec.causal`
-LAYOUTS = {"NHD": 0, "HND": 1}
-
-# What these kernels are told about features that this library does not use.
-_UNUSED = {
-    "rope_rcp_scale": 1.0,
-    "rope_rcp_theta": 1.0,
-    "scale_v_scalar": 1.0,
-    "token_pos_in_items_len": 0,
-}
-
-
-def arrange(names: tuple[str, ...], values: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Put `values` in the order of `names`; optional tensors without a value are `None`.
-
-    Raises
-    ------
-    KeyError
-        For a name that is not optional and has no value.
-    """
-    known = _UNUSED | dict(values)
-    return tuple(known.get(name) if name.startswith("maybe_") else known[name] for name in names)
 
 
 @cache
@@ -198,13 +84,18 @@ class ModuleKey:
     Parameters
     ----------
     backend
-        ``"fa2"`` or ``"fa3"``.
+        ``"fa2"``, ``"fa3"`` or ``"xqa"``.
     dtype
-        Element type of query, key, value and output: ``"float16"`` or ``"bfloat16"``.
+        Element type of query and output: ``"float16"`` or ``"bfloat16"``.
     head_dim
         Width of query, key and value heads.
     window, soft_cap
-        Whether the kernels have a sliding window, and a soft cap on the logits.
+        Whether the kernels have a sliding window, and a soft cap on the logits, which XQA has not.
+    kv_dtype
+        Element type of key and value: `dtype`, which it is when left out, or an 8-bit one
+        (``"float8_e4m3fn"``; with FA2 also ``"float8_e5m2"``).
+    page_size, group_size
+        Of XQA: tokens in a page, and query heads that share a key head.
     """
 
     backend: str
@@ -212,26 +103,28 @@ class ModuleKey:
     head_dim: int
     window: bool = False
     soft_cap: bool = False
+    kv_dtype: str = ""
+    page_size: int = 0
+    group_size: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
 
     def __str__(self) -> str:
-        features = "".join(
-            f", {name}" for name, on in (("window", self.window), ("soft cap", self.soft_cap)) if on
+        features = (
+            (f"keys of {self.kv_dtype}", self.kv_dtype != self.dtype),
+            (f"pages of {self.page_size}, groups of {self.group_size}", self.backend == "xqa"),
+            ("window", self.window),
+            ("soft cap", self.soft_cap),
         )
-        return f"{self.backend} {self.dtype} head_dim {self.head_dim}{features}"
-
-
-@dataclass(frozen=True)
-class CompiledModule:
-    """The functions of a loaded module that compute attention; see `SIGNATURES`."""
-
-    paged_run: Any
-    ragged_run: Any
+        text = "".join(f", {feature}" for feature, has in features if has)
+        return f"{self.backend} {self.dtype} head_dim {self.head_dim}{text}"
 
 
 def jit_spec(key: ModuleKey) -> Any:
     """FlashInfer's description of a module: ``name``, ``is_compiled``, ``build``, ``load``.
 
-    The module is the one that FlashInfer's own wrapper objects load, so a build serves both.
+    The module is the one that FlashInfer's own Python loads, so a build serves both.
 
     Raises
     ------
@@ -239,18 +132,31 @@ def jit_spec(key: ModuleKey) -> Any:
         If FlashInfer is missing or outside the range.
     """
     check_version()
+    dtype, kv_dtype = getattr(torch, key.dtype), getattr(torch, key.kv_dtype)
+    if key.backend == "xqa":
+        xqa = importlib.import_module("flashinfer.jit.xqa")
+        one_token = 1
+        return xqa.gen_xqa_module(
+            dtype,
+            kv_dtype,
+            key.page_size,
+            key.head_dim,
+            key.group_size,
+            key.window,
+            dtype,
+            one_token,
+        )
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     generate = {
         # Keys and values lie in pools of equal strides, which halves the module.
         "fa2": modules._gen_batch_prefill_primary_module,
         "fa3": modules.gen_batch_prefill_module,
     }[key.backend]
-    dtype = getattr(torch, key.dtype)
     no_position_encoding, no_half_precision_logits = 0, False
     return generate(
         key.backend,
         dtype,
-        dtype,
+        kv_dtype,
         dtype,
         torch.int32,
         key.head_dim,
@@ -286,15 +192,29 @@ def build(key: ModuleKey) -> None:
         raise _cannot_build(key, error) from error
 
 
-_loaded: dict[ModuleKey, CompiledModule] = {}
+# Functions by name, as `load` returns them, by module and device.
+_loaded: dict[tuple[ModuleKey, int], dict[str, Any]] = {}
 _loading = threading.Lock()
 
 
-def load(key: ModuleKey) -> CompiledModule:
+def load(key: ModuleKey, device: int = 0) -> dict[str, Any]:
     """Load a compiled module, compiling it first where no build of it is found.
 
     A library in FlashInfer's folder of ready-made modules (``flashinfer/data/aot``) is taken as it
     is; else FlashInfer's build cache is used.
+
+    Parameters
+    ----------
+    key
+        The module.
+    device
+        Index of the CUDA device that it will run on. Where kernels set their limits at each launch,
+        which FA2 and FA3 do, one module serves all devices.
+
+    Returns
+    -------
+    dict
+        The functions that compute attention, by name; see `SIGNATURES`.
 
     Raises
     ------
@@ -303,30 +223,43 @@ def load(key: ModuleKey) -> CompiledModule:
     UnsupportedError
         If the module cannot be compiled or loaded here.
     """
-    module = _loaded.get(key)
-    if module is not None:
-        return module
+    place = (key, device if key.backend == "xqa" else 0)
+    functions = _loaded.get(place)
+    if functions is not None:
+        return functions
     with _loading:
-        if key not in _loaded:
-            _loaded[key] = _build_and_load(key)
-        return _loaded[key]
+        if place not in _loaded:
+            _loaded[place] = _build_and_load(*place)
+        return _loaded[place]
 
 
-def _build_and_load(key: ModuleKey) -> CompiledModule:
+def _build_and_load(key: ModuleKey, device: int) -> dict[str, Any]:
     check_version()
     try:
         spec = jit_spec(key)
         if not spec.is_compiled:
             log.warning(
-                "compiling the kernels of FlashInfer's %s module on first use, which takes a "
-                "minute or more (%d s on 16 cores); python -m torch_backend.prebuild does it ahead",
+                "compiling the kernels of FlashInfer's %s module on first use, which takes %d s on "
+                "16 cores and longer on fewer; python -m torch_backend.prebuild does it ahead",
                 key,
                 BUILD_SECONDS[key.backend],
             )
-        module = spec.build_and_load()
-        return CompiledModule(module.paged_run, module.ragged_run)
+        module = _load_for(spec, device) if key.backend == "xqa" else spec.build_and_load()
+        return {name: getattr(module, name) for name in RUNS[key.backend]}
     except Exception as error:
         raise _cannot_build(key, error) from error
+
+
+def _load_for(spec: Any, device: int) -> Any:
+    """Load XQA for one device.
+
+    Its library raises the kernel's limit on shared memory while it is loaded, for the device that
+    is current then. A library is loaded once, so each device gets a copy of it.
+    """
+    if not spec.is_compiled:
+        spec.build(need_lock=True)
+    with tempfile.TemporaryDirectory() as folder, torch.cuda.device(device):
+        return tvm_ffi.load_module(shutil.copy(spec.get_library_path(), folder))
 
 
 def _cannot_build(key: ModuleKey, error: Exception) -> UnsupportedError:

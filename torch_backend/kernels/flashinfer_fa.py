@@ -13,6 +13,7 @@ import torch
 import tvm_ffi
 
 from interop.plan import Launch
+from interop.spec import NVFP4_DTYPES
 
 from . import flashinfer_abi as abi
 from .protocol import Work, torch_view
@@ -36,14 +37,17 @@ class Call:
     options: tuple[Any, ...]
 
 
-def _module_key(backend: str, launch: Launch, dtype: str) -> abi.ModuleKey:
-    spec = launch.spec
+def _module_key(backend: str, launch: Launch, pages: bool) -> abi.ModuleKey:
+    spec, cache = launch.spec, launch.cache
+    dtype = spec.dtype or (cache.dtype if cache is not None else "")
     return abi.ModuleKey(
         backend,
         dtype,
         spec.head_dim,
         window=spec.window_left >= 0,
         soft_cap=spec.logits_soft_cap is not None,
+        # Rows of a call have the query's type, and so have copies of pages.
+        kv_dtype=cache.dtype if cache is not None and pages else dtype,
     )
 
 
@@ -55,9 +59,7 @@ def ready(
     `pages` says whether the kernel reads pages, or rows that follow one another.
     """
     spec = launch.spec
-    dtype = spec.dtype if launch.cache is None else launch.cache.dtype
-    assert dtype is not None
-    module = abi.load(_module_key(backend, launch, dtype))
+    module = abi.load(_module_key(backend, launch, pages))
     function = "paged_run" if pages else "ragged_run"
     names = abi.SIGNATURES[backend][function]
     values = {
@@ -70,7 +72,7 @@ def ready(
         "sm_scale": spec.sm_scale,
     }
     options = abi.arrange(names[names.index("maybe_lse") + 1 :], values)
-    return Call(getattr(module, function), tvm_ffi.convert(list(plan_info)), options)
+    return Call(module[function], tvm_ffi.convert(list(plan_info)), options)
 
 
 def to_natural(lse: Any) -> None:
@@ -79,10 +81,10 @@ def to_natural(lse: Any) -> None:
         torch_view(lse).mul_(LN2)
 
 
-def load_early(backend: str, work: Work, launch: Launch) -> None:
+def load_early(backend: str, launch: Launch, *, pages: bool) -> None:
     """Compile and load while a plan is made, not inside a custom call or a graph's recording."""
     if torch.cuda.is_available():
-        abi.load(_module_key(backend, launch, work.query_dtype))
+        abi.load(_module_key(backend, launch, pages))
 
 
 def refuse_any(work: Work) -> str | None:
@@ -94,6 +96,8 @@ def refuse_any(work: Work) -> str | None:
         return missing
     if work.query_dtype not in DTYPES:
         return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
+    if work.source == "pages" and work.cache is not None and work.cache.dtype in NVFP4_DTYPES:
+        return f"it reads pages of 16 and of 8 bits, not of {work.cache.dtype}; reference does"
     if spec.head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"it is compiled for head_dim {dims}, not for {spec.head_dim}"

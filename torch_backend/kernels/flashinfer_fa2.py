@@ -3,15 +3,23 @@
 They pack the query heads that share a key head into one tile and split long requests among thread
 blocks: they serve decode and short queries, and all else on cards that FA3 does not run on. A
 plan's integers are static for a bucket, so they travel as constants of the launch.
+
+Over 8-bit pages the kernels multiply what is stored. Its scales are applied outside of them: the
+query is multiplied by the keys' scale before, in scratch, and the output by the values' after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from interop.plan import Launch
+from interop.spec import AttentionSpec
 from interop.schedule import (
     FA2Shape,
     choose_chunk,
@@ -30,7 +38,7 @@ from .flashinfer_fa import (
     refuse_any,
     to_natural,
 )
-from .protocol import Decision, IntArray, Lengths, Operands, Work
+from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
 __all__ = ["FA2Family", "FlashInferPlannedFamily"]
 
@@ -44,6 +52,9 @@ MAX_SCRATCH_BYTES = 4 * 2**31
 
 NEVER_SPLIT, SPLIT = 0, 1
 
+# Where rows begin in scratch, after the partial results.
+ALIGN_BYTES = 16
+
 
 class FA2Family:
     """FlashInfer's FA2 kernels on the balanced schedule of `interop.schedule`."""
@@ -56,6 +67,10 @@ class FA2Family:
         if source == "pages":
             return ("qo_indptr", "kv_indptr", "page_indices", "kv_last_page_len", "fa2_schedule")
         return ("qo_indptr", "fa2_own_kv_indptr", "fa2_own_schedule")
+
+    def page_fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.page_fields`."""
+        return ("page_indices",) if source == "pages" else ()
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""
@@ -93,9 +108,11 @@ class FA2Family:
                 # Of a mixed batch the launch after this one converts all rows, these among them.
                 int(work.role != "decodes"),
             ),
-            scratch_bytes=shape.scratch_bytes,
+            scratch_bytes=_query_at(work, shape) + _query_bytes(work),
         )
-        load_early("fa2", work, launch)
+        load_early("fa2", launch, pages=work.source == "pages")
+        if _query_bytes(work):
+            _load_scaling_early(work.spec, work.query_dtype)
         if work.source == "pages":
             return launch, {"fa2_schedule": shape.schedule_words}
         sizes = {
@@ -129,7 +146,10 @@ class FA2Family:
     def run(self, launch: Launch, operands: Operands) -> None:
         """See `KernelFamily.run`."""
         call = _ready_fa2(launch)
-        metadata = operands.metadata
+        metadata, query = operands.metadata, operands.query
+        scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
+        if scaled:
+            query = _scaled_query(launch, operands)
         # Without splitting nothing is written there, but the kernel asks it for the device.
         scratch = operands.out if operands.scratch is None else operands.scratch
         if launch.source == "pages":
@@ -137,7 +157,7 @@ class FA2Family:
                 scratch,
                 metadata["fa2_schedule"],
                 call.plan_info,
-                operands.query,
+                query,
                 operands.key,
                 operands.value,
                 metadata["qo_indptr"],
@@ -153,7 +173,7 @@ class FA2Family:
                 scratch,
                 metadata["fa2_own_schedule"],
                 call.plan_info,
-                operands.query,
+                query,
                 operands.key,
                 operands.value,
                 metadata["qo_indptr"],
@@ -162,6 +182,8 @@ class FA2Family:
                 operands.lse,
                 *call.options,
             )
+        if scaled:
+            _scale_output(launch, operands)
         if launch.constants[-1]:
             to_natural(operands.lse)
 
@@ -192,6 +214,58 @@ def _ready_fa2(launch: Launch) -> Call:
     *plan_info, pdl, _ = launch.constants
     pages = launch.source == "pages"
     return ready("fa2", launch, tuple(plan_info), pages=pages, pdl=bool(pdl))
+
+
+def _query_bytes(work: Work) -> int:
+    """Bytes of the query that is multiplied by the keys' scale; 0 where there is none."""
+    if work.source == "tokens" or work.cache is None or not work.cache.quantized:
+        return 0
+    return 2 * work.bucket.num_tokens * work.spec.num_qo_heads * work.spec.head_dim
+
+
+def _query_at(work: Work, shape: FA2Shape) -> int:
+    """Where that query stands in scratch: after the partial results."""
+    if not _query_bytes(work):
+        return shape.scratch_bytes
+    return -(-shape.scratch_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@cache
+def _load_scaling_early(spec: AttentionSpec, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        return
+    from ..triton_ops import warm_scale
+
+    shape = (1, spec.num_qo_heads, spec.head_dim)
+    rows = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+    warm_scale(rows, rows, spec.num_kv_heads)
+
+
+def _rows_of(launch: Launch, rows: Any) -> Tensor:
+    """Rows of the launch's own requests, which of a mixed batch are the first ones."""
+    return torch_view(rows)[: launch.constants[1]]
+
+
+def _scaled_query(launch: Launch, operands: Operands) -> Tensor:
+    """Multiply the query by the keys' scale, in scratch."""
+    from ..triton_ops import scale_query
+
+    query = _rows_of(launch, operands.query)
+    scratch = torch_view(operands.scratch)[: launch.scratch_bytes]
+    scaled = scratch[-query.nbytes :].view(query.dtype).view(query.shape)
+    scale_query(query, scaled, *_scales_of(operands))
+    return scaled
+
+
+def _scale_output(launch: Launch, operands: Operands) -> None:
+    """Multiply the output by the values' scale."""
+    from ..triton_ops import scale_output
+
+    scale_output(_rows_of(launch, operands.out), *_scales_of(operands))
+
+
+def _scales_of(operands: Operands) -> tuple[Tensor, Tensor]:
+    return torch_view(operands.scale_table), torch_view(operands.scale_layer)
 
 
 def _page_size(work: Work) -> int:

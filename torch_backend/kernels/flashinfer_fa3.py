@@ -59,6 +59,10 @@ class FA3Family:
         """See `KernelFamily.fields`."""
         return ("page_indices", "fa3_schedule") if source == "pages" else ("fa3_own_schedule",)
 
+    def page_fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.page_fields`."""
+        return ("page_indices",) if source == "pages" else ()
+
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""
         if (reason := refuse_any(work)) is not None:
@@ -67,6 +71,12 @@ class FA3Family:
             return needs_capability(work, "9.0")
         if work.source == "tokens" and _value_rows(work) == 0:
             return "there are no rows of key and value for its copy engine to point at"
+        if _is_quantized(work) and not _copy_fits(work):
+            assert work.cache is not None
+            return (
+                f"it reads pages of {work.cache.dtype} by copying them into rows, and "
+                f"{_bytes_of_pages(work)} bytes of copies are none, or more than {COPY_MOST_BYTES}"
+            )
         mean = _query_rows(work)
         if mean < FA3_LEAST_MEAN_QUERY_LEN:
             return (
@@ -100,9 +110,11 @@ class FA3Family:
             constants=(*shape.plan_info, extra),
             scratch_bytes=scratch,
         )
-        load_early("fa3", work, launch)
-        if scratch and work.cache is not None and work.source == "pages":
-            _load_copy_early(work.cache)
+        copies = work.source == "pages" and scratch > 0
+        load_early("fa3", launch, pages=work.source == "pages" and not copies)
+        if copies:
+            assert work.cache is not None
+            _load_copy_early(work.cache, work.query_dtype)
         field = "fa3_schedule" if work.source == "pages" else "fa3_own_schedule"
         return launch, {field: words}
 
@@ -221,25 +233,33 @@ def _query_rows(work: Work) -> float:
     return work.bucket.num_tokens / max(work.bucket.num_requests, 1)
 
 
+def _is_quantized(work: Work) -> bool:
+    return work.source == "pages" and work.cache is not None and work.cache.quantized
+
+
 def _bytes_of_pages(work: Work) -> int:
-    """Bytes of the keys and values of all pages in use."""
+    """Bytes of the keys and values of all pages in use, as rows of the query's type."""
     assert work.cache is not None
-    element = torch.finfo(getattr(torch, work.cache.dtype)).bits // 8
+    element = torch.finfo(getattr(torch, work.query_dtype)).bits // 8
     width = work.cache.num_kv_heads * (work.cache.head_dim + work.cache.head_dim_v)
     return work.bucket.num_pages * work.cache.page_size * width * element
 
 
+def _copy_fits(work: Work) -> bool:
+    return 0 < _bytes_of_pages(work) <= COPY_MOST_BYTES
+
+
 def _copies_pages(work: Work) -> bool:
-    """Whether pages are copied into rows first, which the kernel then reads faster."""
-    return (
-        work.source == "pages"
-        and _query_rows(work) >= COPY_LEAST_QUERY_LEN
-        and 0 < _bytes_of_pages(work) <= COPY_MOST_BYTES
+    """Whether pages are copied into rows first: 8-bit ones, and where rows are read faster."""
+    if work.source != "pages":
+        return False
+    return _is_quantized(work) or (
+        _query_rows(work) >= COPY_LEAST_QUERY_LEN and _copy_fits(work)
     )
 
 
 @cache
-def _load_copy_early(spec: CacheSpec) -> None:
+def _load_copy_early(spec: CacheSpec, row_dtype: str) -> None:
     if not torch.cuda.is_available():
         return
     from ..triton_ops import warm_gather
@@ -247,7 +267,8 @@ def _load_copy_early(spec: CacheSpec) -> None:
     dtype = getattr(torch, spec.dtype)
     shapes = spec.key_shape, spec.value_shape
     pools = [torch.empty((1, *shape[1:]), dtype=dtype, device="cuda") for shape in shapes]
-    warm_gather(*(token_major(pool, spec.layout) for pool in pools))
+    views = (token_major(pool, spec.layout) for pool in pools)
+    warm_gather(*views, getattr(torch, row_dtype))
 
 
 def _write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> None:
@@ -279,11 +300,17 @@ def _copied_pages(
     key_pool = token_major(torch_view(operands.key), cache.layout)
     value_pool = token_major(torch_view(operands.value), cache.layout)
     tokens = indices.shape[0] * cache.page_size
-    scratch = torch_view(operands.scratch).view(key_pool.dtype)
+    scratch = torch_view(operands.scratch).view(torch_view(operands.query).dtype)
     split = tokens * cache.num_kv_heads * cache.head_dim
     key = scratch[:split].view(tokens, cache.num_kv_heads, cache.head_dim)
     value = scratch[split : 2 * split].view(tokens, cache.num_kv_heads, cache.head_dim_v)
-    gather(key_pool, value_pool, indices, valid, key, value)
+    scales = {}
+    if cache.quantized:
+        scales = {
+            "scale_table": torch_view(operands.scale_table),
+            "scale_layer": torch_view(operands.scale_layer),
+        }
+    gather(key_pool, value_pool, indices, valid, key, value, **scales)
     return key, value
 
 

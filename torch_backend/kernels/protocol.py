@@ -73,6 +73,8 @@ class Work:
     role
         Which requests it is for: ``"all"``, or of a mixed batch ``"decodes"`` (up to one query row
         each) or ``"prefills"``.
+    lse
+        Whether calls may ask for the LSE.
     """
 
     spec: AttentionSpec
@@ -83,6 +85,7 @@ class Work:
     bucket: Bucket
     source: str
     role: str = "all"
+    lse: bool = True
 
     @cached_property
     def _hash(self) -> int:
@@ -152,6 +155,11 @@ class Operands(NamedTuple):
         ``[tokens, num_qo_heads]`` float32 or `None`, written whole, natural logarithm.
     scratch
         ``[scratch_bytes]`` uint8, or `None` where the launch needs none.
+    scale_table
+        ``[layers, 2, num_kv_heads]`` float32, scales of keys and of values, where `key` and `value`
+        are pages of a quantised cache; else `None`.
+    scale_layer
+        ``[1]`` int32, the layer whose scales are meant.
     """
 
     query: Any
@@ -161,17 +169,16 @@ class Operands(NamedTuple):
     out: Any
     lse: Any
     scratch: Any
+    scale_table: Any = None
+    scale_layer: Any = None
 
     def as_torch(self) -> Operands:
         """Return these operands with every buffer but the metadata as a torch tensor of it."""
         return Operands(
-            torch_view(self.query),
-            torch_view(self.key),
-            torch_view(self.value),
-            self.metadata,
-            torch_view(self.out),
-            None if self.lse is None else torch_view(self.lse),
-            None if self.scratch is None else torch_view(self.scratch),
+            *(
+                value if value is None or value is self.metadata else torch_view(value)
+                for value in self
+            )
         )
 
 
@@ -207,6 +214,9 @@ class KernelFamily(Protocol):
 
     def fields(self, source: str) -> tuple[str, ...]:
         """Names of the metadata fields that `run` reads for this source, in order."""
+
+    def page_fields(self, source: str) -> tuple[str, ...]:
+        """Names of those among `fields` that hold page numbers, to which a layer is added."""
 
     def refuse(self, work: Work) -> str | None:
         """Why this family cannot do `work`; `None` if it can."""

@@ -30,10 +30,9 @@ from interop.plan import Launch
 from interop.spec import AttentionSpec
 
 from .protocol import Decision, IntArray, Lengths, Operands, Work, host_array
+from .reference_rows import HostArray, Rows, Scratch
 
 __all__ = ["EXTRA_BYTES", "ReferenceFamily"]
-
-HostArray = npt.NDArray[np.int64]
 
 # Elements of one gathered block (keys, then values, of all its requests and heads) and of its
 # logits: small enough to stay in a cache of a CPU, large enough that few operations are needed.
@@ -48,87 +47,14 @@ EXTRA_BYTES = 4 * (3 * BLOCK_ELEMENTS + 2 * LOGIT_ELEMENTS + 6 * ROW_ELEMENTS)
 LOWEST = torch.finfo(torch.float32).min
 
 
-class _Scratch:
-    """Buffers that the blocks of one call take turns with."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return ``[*shape]`` of any content; whoever took `name` before must be done with it."""
-        count = math.prod(shape)
-        kept = self._kept.get((name, dtype))
-        if kept is None or kept.numel() < count:
-            self._kept.pop((name, dtype), None)
-            kept = None  # let go of the smaller one first
-            kept = torch.empty(count, dtype=dtype, device=self._device)
-            self._kept[name, dtype] = kept
-        return kept[:count].view(shape)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """How the keys and values of a call lie: in pages, or one row after another.
-
-    Row ``r`` of ``[rows, width]`` is one token's key or value of one head.
-    """
-
-    key: Tensor  # [rows, head_dim]
-    value: Tensor  # [rows, head_dim_v]
-    heads: HostArray  # [num_kv_heads, 1], how far each head lies from the first one of a token
-    pages: npt.NDArray[np.int32] | None  # page_indices; `None` where tokens follow one another
-    page_size: int
-    slot_stride: int  # rows from one token of a page to the next
-
-    @classmethod
-    def of(cls, launch: Launch, operands: Operands) -> _Rows:
-        heads = launch.spec.num_kv_heads
-        size, slot_stride, head_stride, pages = 1, heads, 1, None
-        if launch.source == "pages":
-            assert launch.cache is not None
-            size, pages = launch.cache.page_size, host_array(operands.metadata["page_indices"])
-            if launch.cache.layout == "HND":
-                slot_stride, head_stride = 1, size
-        return cls(
-            operands.key.view(-1, launch.spec.head_dim),
-            operands.value.view(-1, launch.spec.head_dim_v),
-            np.arange(0, heads * head_stride, head_stride)[:, None],
-            pages,
-            size,
-            slot_stride,
-        )
-
-    def find(self, first_page: HostArray, token: HostArray) -> HostArray:
-        """Return the rows ``[requests * num_kv_heads * n]`` of ``token [requests, n]``."""
-        column = token // self.page_size
-        page = first_page[:, None] + column
-        if self.pages is not None:
-            page = self.pages[page].astype(np.int64)
-        page *= self.page_size * self.heads.size
-        page += (token - column * self.page_size) * self.slot_stride
-        rows: HostArray = (page[:, None] + self.heads).ravel()
-        return rows
-
-
-def _gather(rows: Tensor, index: Tensor, batch: int, scratch: _Scratch) -> Tensor:
-    """Return ``rows[index]`` as float32 ``[batch, tokens, width]``, until the next call of this."""
-    shape = batch, index.numel() // batch, rows.shape[1]
-    found = scratch.take("found", rows.dtype, index.numel(), rows.shape[1])
-    torch.index_select(rows, 0, index, out=found)
-    if rows.dtype == torch.float32:
-        return found.view(shape)
-    return scratch.take("wide", torch.float32, *shape).copy_(found.view(shape))
-
-
 @dataclass(frozen=True)
 class _Call:
     """What all blocks of one call share."""
 
     spec: AttentionSpec
     operands: Operands
-    rows: _Rows
-    scratch: _Scratch
+    rows: Rows
+    scratch: Scratch
     tokens: int  # keys that a gathered block holds, over all its requests
 
 
@@ -178,6 +104,10 @@ class ReferenceFamily:
         paged = ("page_indices",) if source == "pages" else ()
         return ("qo_indptr", "kv_indptr", "kv_lens", *paged)
 
+    def page_fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.page_fields`."""
+        return ("page_indices",) if source == "pages" else ()
+
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`: it can do everything."""
         return None
@@ -213,7 +143,8 @@ class ReferenceFamily:
         first_page = qo if own else _host(metadata["kv_indptr"])
         width = spec.num_kv_heads * max(spec.head_dim, spec.head_dim_v)
         tokens = max(1, min(BLOCK_ELEMENTS // width, LOGIT_ELEMENTS // spec.num_qo_heads))
-        rows, scratch = _Rows.of(launch, operands), _Scratch(operands.query.device)
+        scratch = Scratch(operands.query.device)
+        rows = Rows.of(launch, operands, scratch)
         call = _Call(spec, operands, rows, scratch, tokens)
         most = max(1, ROW_ELEMENTS // _row_elements(spec))
         for group in _groups(qo, kv_lens, first_page, tokens, most):
@@ -281,8 +212,8 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         # What no row sees may hold anything, NaN included, and 0 * NaN is NaN: a key that some row
         # sees stands in for it, and is masked.
         token = np.minimum(np.maximum(seen, first), last - 1)
-        index = place(call.rows.find(group.first_page, token))
-        key = _gather(call.rows.key, index, batch, scratch)
+        found = call.rows.find(group.first_page, token)
+        key = call.rows.gather(call.rows.key, found)
         logits = scratch.take("logits", torch.float32, batch, query.shape[1], seen.size)
         torch.bmm(query, key.transpose(1, 2), out=logits)
         if spec.logits_soft_cap is not None:
@@ -294,7 +225,7 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         peak = logits.amax(-1, keepdim=True)
         peak = peak.clamp_min_(LOWEST) if top is None else torch.maximum(top, peak)
         weights = logits.sub_(peak).exp_()
-        value = _gather(call.rows.value, index, batch, scratch)
+        value = call.rows.gather(call.rows.value, found)
         if top is None:
             total = weights.sum(-1, keepdim=True)
             summed = torch.bmm(weights, value)

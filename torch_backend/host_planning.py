@@ -1,0 +1,238 @@
+"""A plan's host side: the batch becomes integers, written into one buffer.
+
+Both front ends call it; they differ in where the buffer goes afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from interop.batch import Bucket, RaggedBatch
+from interop.errors import ArgumentError, PlanError
+from interop.plan import PlanStatic
+from interop.spec import AttentionSpec, CacheSpec
+
+from .dispatch import Part, Served, serve
+from .kernels import Decision, Device, Lengths
+
+__all__ = ["check_kinds", "check_specs", "host_plan", "host_plans"]
+
+IntArray = npt.NDArray[np.int32]
+
+
+def check_kinds(spec: object, batch: object, bucket: object) -> None:
+    """Raise `ArgumentError` for the first argument that is of another kind."""
+    if not isinstance(spec, AttentionSpec):
+        raise ArgumentError("spec", given=type(spec).__name__, wanted="an AttentionSpec")
+    if not isinstance(batch, RaggedBatch):
+        raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
+    if bucket is not None and not isinstance(bucket, Bucket):
+        raise ArgumentError("bucket", given=type(bucket).__name__, wanted="a Bucket, or None")
+
+
+def check_specs(spec: AttentionSpec, cache: CacheSpec) -> None:
+    """Raise `PlanError` where a cache does not have the heads and widths that `spec` reads."""
+    for name in ("num_kv_heads", "head_dim", "head_dim_v"):
+        if getattr(spec, name) != getattr(cache, name):
+            raise PlanError(
+                f"cache_spec.{name}",
+                given=getattr(cache, name),
+                wanted=f"{getattr(spec, name)}, as spec has it",
+            )
+    if cache.quantized:
+        if spec.dtype is None:
+            raise PlanError(
+                "spec.dtype",
+                given=f"none, and a cache of {cache.dtype}",
+                wanted="the element type of query, key, value and output",
+                remedy="Make the AttentionSpec with dtype='bfloat16', or whatever the model has.",
+            )
+    elif spec.dtype is not None and spec.dtype != cache.dtype:
+        raise PlanError(
+            "spec.dtype",
+            given=f"{spec.dtype} with a cache of {cache.dtype}",
+            wanted="the element type of the cache",
+            remedy="Leave dtype out, or make the cache with that type.",
+        )
+
+
+def host_plan(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    bucket: Bucket | None,
+    device: Device,
+    fallback: str,
+    kernel: str | None,
+    new_buffer: Callable[[int], IntArray],
+    return_lse: bool = True,
+) -> tuple[PlanStatic, IntArray]:
+    """Make a plan's static part and write its metadata into ``new_buffer(words)``, on the host.
+
+    Both front ends call this; they differ in where the buffer goes afterwards. Arguments and errors
+    are those of `plan`.
+    """
+    static, buffers = host_plans(
+        spec, cache_spec, [batch], bucket, device, fallback, kernel, new_buffer, return_lse
+    )
+    return static, buffers[0]
+
+
+def host_plans(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    batches: Sequence[RaggedBatch],
+    bucket: Bucket | None,
+    device: Device,
+    fallback: str,
+    kernel: str | None,
+    new_buffer: Callable[[int], IntArray],
+    return_lse: bool = True,
+) -> tuple[PlanStatic, list[IntArray]]:
+    """Plan several batches of equal query lengths with one static part, as `host_plan` plans one.
+
+    They are the parts of one step that one program computes on several devices.
+    """
+    batch = batches[0]
+    check_kinds(spec, batch, bucket)
+    if cache_spec is not None:
+        check_specs(spec, cache_spec)
+        page_size, query_dtype = cache_spec.page_size, spec.dtype or cache_spec.dtype
+    else:
+        # Without a cache a token is a page of its own.
+        if spec.dtype is None:
+            raise PlanError(
+                "spec.dtype",
+                given="none, and no cache to take it from",
+                wanted="the element type of query, key and value",
+            )
+        page_size, query_dtype = 1, spec.dtype
+    rows = batch.num_requests
+    num_pages = max(int(each.pages(page_size).indptr[-1]) for each in batches)
+    if bucket is None:
+        bucket = Bucket.exactly(batch, num_pages)
+    else:
+        bucket.check(batch, num_pages)
+        # One request more than the bucket holds: it owns the padding rows and has no keys, so
+        # every kernel leaves 0 and -inf there.
+        rows = bucket.num_requests + 1
+    served = serve(
+        spec, cache_spec, query_dtype, bucket, rows, device, fallback, kernel, bool(return_lse)
+    )
+    decodes = _leading_decodes(batch) if served.mixed is not None else 0
+    prepared = [
+        _Prepared.of(each, cache_spec, served, rows, decodes, bucket.num_tokens)
+        for each in batches
+    ]
+    # Where batches need different variants, the highest serves all of them.
+    decided = [each.decisions for each in prepared]
+    variants = [max(each[i].variant for each in decided) for i in range(len(decided[0]))]
+    static = served.static(decodes > 0, tuple(variants))
+    buffers = []
+    for each in prepared:
+        buffers.append(new_buffer(static.layout.words))
+        each.write(static, variants, buffers[-1])
+    return static, buffers
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch made ready to be written: everything that can be refused was."""
+
+    parts: tuple[Part, ...]
+    whole: Lengths
+    lengths: list[Lengths]
+    decisions: list[Decision]
+    last_page_lens: IntArray
+    slots: IntArray | None
+    page_indices: IntArray | None
+
+    @classmethod
+    def of(
+        cls,
+        batch: RaggedBatch,
+        cache_spec: CacheSpec | None,
+        served: Served,
+        rows: int,
+        decodes: int,
+        num_tokens: int,
+    ) -> _Prepared:
+        page_size, indices, slots = 1, None, None
+        if cache_spec is not None:
+            page_size = cache_spec.page_size
+            indices = batch.page_indices(page_size, cache_spec.num_pages)
+            slots = batch.slot_mapping(page_size)
+        pages = batch.pages(page_size)
+        whole = _lengths(batch, pages.counts, pages.indptr, rows, num_tokens)
+        parts = served.parts(decodes > 0)
+        lengths = _split(whole, decodes) if decodes else [whole]
+        if served.own is not None:
+            # Over its own rows a request has as many keys as queries.
+            own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, num_tokens)
+            lengths.append(own)
+        decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(parts)]
+        return cls(parts, whole, lengths, decisions, pages.last_lens, slots, indices)
+
+    def write(self, static: PlanStatic, variants: Sequence[int], buffer: IntArray) -> None:
+        """Fill the metadata of a plan of these variants."""
+        fields = static.layout.views(buffer)
+        fields["qo_indptr"][:] = self.whole.qo_indptr
+        fields["kv_indptr"][:] = self.whole.kv_indptr
+        fields["kv_lens"][:] = self.whole.kv_lens
+        if self.slots is not None and self.page_indices is not None:
+            _fill(fields["kv_last_page_len"], self.last_page_lens)
+            _fill(fields["slot_mapping"], self.slots, pad=-1)
+            _fill(fields["page_indices"], self.page_indices)
+        launches = static.main if static.own is None else (*static.main, static.own)
+        for i, (work, family) in enumerate(self.parts):
+            decision = self.decisions[i]._replace(variant=variants[i])
+            family.write(work, launches[i], self.lengths[i], decision, fields)
+
+
+def _leading_decodes(batch: RaggedBatch) -> int:
+    """How many requests before the first with several query rows; 0 if there is none such."""
+    return int((batch.query_lens > 1).argmax()) if batch.max_query_len > 1 else 0
+
+
+def _split(whole: Lengths, decodes: int) -> list[Lengths]:
+    """Lengths for a launch over the leading decodes, and for one over the rest."""
+    left = Lengths(
+        whole.query_lens[:decodes],
+        whole.kv_lens[:decodes],
+        whole.kv_units[:decodes],
+        whole.qo_indptr[: decodes + 1],
+        whole.kv_indptr[: decodes + 1],
+    )
+    rest = whole.query_lens.copy()
+    rest[:decodes] = 0
+    return [left, replace(whole, query_lens=rest, first=decodes)]
+
+
+def _lengths(
+    batch: RaggedBatch, kv_units: IntArray, kv_indptr: IntArray, rows: int, num_tokens: int
+) -> Lengths:
+    """Lengths of a batch, padded to `rows` requests and `num_tokens` query rows."""
+    count = batch.num_requests
+    if rows == count:
+        return Lengths(batch.query_lens, batch.kv_lens, kv_units, batch.qo_indptr, kv_indptr)
+    query, kv, units = np.zeros((3, rows), np.int32)
+    query[:count] = batch.query_lens
+    query[-1] = num_tokens - batch.num_tokens
+    kv[:count] = batch.kv_lens
+    units[:count] = kv_units
+    qo = np.empty(rows + 1, np.int32)
+    _fill(qo, batch.qo_indptr, pad=batch.num_tokens)
+    qo[-1] = num_tokens
+    kv_all = np.empty(rows + 1, np.int32)
+    _fill(kv_all, kv_indptr, pad=int(kv_indptr[-1]))
+    return Lengths(query, kv, units, qo, kv_all)
+
+
+def _fill(field: IntArray, values: IntArray, pad: int = 0) -> None:
+    field[: values.size] = values
+    if field.size > values.size:
+        field[values.size :] = pad

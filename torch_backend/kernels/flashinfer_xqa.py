@@ -1,0 +1,431 @@
+"""FlashInfer's XQA kernels: decode of one token a request on compute capability 9.0.
+
+They need no plan: a table of pages and a length for each query row. Each row's keys are cut into
+the same number of parts, whose partial results are merged by the thread block that comes last;
+blocks count themselves in semaphores.
+
+Over 8-bit pages the kernel multiplies in 8 bits, so it rounds the query to e4m3 and the softmax
+weights as well. Its copy engine brings pages whole, and values past a request's end are multiplied
+by 0: they must be finite, which what this library writes is wherever the caller's own values are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from interop.plan import ALIGN_WORDS, Launch
+from interop.spec import AttentionSpec, CacheSpec
+
+from ..writing import token_major
+from . import flashinfer_abi as abi
+from .flashinfer_fa import DTYPES, needs_capability
+from .protocol import Decision, IntArray, KernelFamily, Lengths, Operands, Work, torch_view
+
+__all__ = ["CAPABILITY", "KV_DTYPE", "PAGE_SIZES", "XQAFamily", "module_key"]
+
+CAPABILITY = (9, 0)
+PAGE_SIZES = (16, 32, 64, 128)
+KV_DTYPE = "float8_e4m3fn"
+MOST_HEAD_DIM, MOST_GROUP = 256, 32
+HEAD_DIM_STEP = 16
+# The last dimension of a grid.
+MOST_BLOCKS = 65535
+# The kernel for 16-bit pages counts heads of the pool in 32 unsigned bits.
+MOST_HEADS = 2**32
+
+# Keys that a thread block works on at a time, over 8-bit and over 16-bit pages.
+TILE_KEYS = {True: 64, False: 256}
+
+# All rows are cut into as many parts, whatever their lengths. Where a part is this long, and this
+# many times what a block would have to do if the work of all rows were dealt evenly to two blocks on
+# each multiprocessor, FA2's schedule is faster.
+LONG_PART, UNEVEN = 2048, 3
+
+# Scratch begins with the two factors of `triton_xqa`, and its parts are aligned.
+FACTOR_BYTES, ALIGN_BYTES = 16, 256
+
+
+class XQAFamily:
+    """XQA over pages of one kind: 8-bit ones, or 16-bit ones.
+
+    Parameters
+    ----------
+    name
+        Name in plans and messages.
+    quantized
+        Whether it reads pages of `KV_DTYPE`, or of the query's own type.
+    instead
+        The family that serves batches of very uneven lengths, where it can.
+    """
+
+    recordable = True
+
+    def __init__(self, name: str, *, quantized: bool, instead: KernelFamily | None = None) -> None:
+        self.name = name
+        self._quantized = quantized
+        self._instead = instead
+
+    def fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.fields`."""
+        return ("xqa_page_table", "xqa_rows")
+
+    def page_fields(self, source: str) -> tuple[str, ...]:
+        """See `KernelFamily.page_fields`."""
+        return ("xqa_page_table",)
+
+    def refuse(self, work: Work) -> str | None:
+        """See `KernelFamily.refuse`."""
+        if work.device.kind != "cuda":
+            return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
+        if (missing := abi.why_missing()) is not None:
+            return missing
+        if work.device.capability != CAPABILITY:
+            return needs_capability(work, "9.0")
+        return self._refuse_call(work) or self._refuse_shape(work)
+
+    def _refuse_call(self, work: Work) -> str | None:
+        """What is asked of it that it does not do, whatever the shapes."""
+        bucket = work.bucket
+        if work.source != "pages" or work.cache is None:
+            return "it reads pages, not rows of the call"
+        if bucket.num_tokens == 0:
+            return "there are no query rows to launch it for"
+        if bucket.max_query_len != 1:
+            return (
+                "it decodes one token a request, and the bucket admits queries of "
+                f"{bucket.max_query_len} rows"
+            )
+        if work.role != "all":
+            return "it leaves the decodes of mixed batches to a family that serves prefills as well"
+        if work.query_dtype not in DTYPES:
+            return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
+        wanted = KV_DTYPE if self._quantized else work.query_dtype
+        if work.cache.dtype != wanted:
+            return f"it reads pages of {wanted}, not of {work.cache.dtype}"
+        if work.lse:
+            return "it gives no LSE, and calls may ask for it: plan with return_lse=False"
+        return None
+
+    def _refuse_shape(self, work: Work) -> str | None:
+        """Which sizes it is not compiled for or cannot count."""
+        spec, cache, rows = work.spec, work.cache, work.bucket.num_tokens
+        assert cache is not None
+        if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
+            return (
+                f"it is compiled for head_dim up to {MOST_HEAD_DIM} in steps of {HEAD_DIM_STEP}, "
+                f"not for {spec.head_dim}"
+            )
+        if spec.head_dim_v != spec.head_dim:
+            return (
+                f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
+                f"head_dim = {spec.head_dim}"
+            )
+        if spec.group_size > MOST_GROUP:
+            return f"it takes up to {MOST_GROUP} query heads for a key head, not {spec.group_size}"
+        if cache.page_size not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            return f"it reads pages of {sizes} tokens, not of {cache.page_size}"
+        if spec.logits_soft_cap is not None:
+            return "it has no soft cap on the logits"
+        if (blocks := rows * (spec.num_kv_heads if self._quantized else 1)) > MOST_BLOCKS:
+            return f"a grid of {blocks} blocks is more than the {MOST_BLOCKS} that a card launches"
+        heads = cache.num_layers * cache.num_pages * cache.page_size * cache.num_kv_heads
+        if not self._quantized and heads >= MOST_HEADS:
+            return f"a pool of {heads} heads has 2**32 or more, which it cannot count"
+        return None
+
+    def decide(self, work: Work, lengths: Lengths) -> Decision:
+        """See `KernelFamily.decide`.
+
+        The variant says how wide the table is, a power of two, and whether some row has no keys.
+        Below 0 it is one of the family that serves instead.
+        """
+        busy = lengths.query_lens > 0
+        kv_lens = lengths.kv_lens[busy]
+        widest = int(lengths.kv_units[busy].max(initial=1))
+        variant = 2 * (widest - 1).bit_length() + (not kv_lens.all())
+        other = self._instead
+        if other is not None and _is_uneven(work, kv_lens, variant) and other.refuse(work) is None:
+            decision = other.decide(work, lengths)
+            return Decision(-1 - decision.variant, decision.detail)
+        return Decision(variant)
+
+    def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
+        """See `KernelFamily.shape`."""
+        if variant < 0:
+            assert self._instead is not None
+            return self._instead.shape(work, -1 - variant)
+        assert work.cache is not None
+        rows, width, empty = work.bucket.num_tokens, _width(variant), variant % 2
+        scratch = _scratch(work.spec, work.cache, work.device.num_sms, rows, width)
+        launch = Launch(
+            family=self.name,
+            source=work.source,
+            spec=work.spec,
+            cache=work.cache,
+            constants=(work.device.num_sms, rows, width, empty),
+            scratch_bytes=scratch.total,
+        )
+        _load_early(work, launch)
+        words = rows if not empty else _flags_at(rows) + -(-rows // 4)
+        return launch, {"xqa_page_table": rows * width, "xqa_rows": words}
+
+    def write(
+        self,
+        work: Work,
+        launch: Launch,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
+    ) -> None:
+        """See `KernelFamily.write`; reads the field ``page_indices``, which is written before."""
+        if launch.family != self.name:
+            assert self._instead is not None
+            other = Decision(-1 - decision.variant, decision.detail)
+            self._instead.write(work, launch, lengths, other, fields)
+            return
+        _, rows, width, empty = launch.constants
+        # A row is a request's only one; all rows of the request that is padding have no keys.
+        request = np.arange(lengths.query_lens.size).repeat(lengths.query_lens)
+        kv_lens, counts = lengths.kv_lens[request], lengths.kv_units[request]
+        # The kernel reads at least one key of each row: without keys of its own, that of page 0.
+        np.maximum(kv_lens, 1, out=fields["xqa_rows"][:rows])
+        if empty:
+            fields["xqa_rows"][_flags_at(rows) :].view(np.uint8)[:rows] = kv_lens == 0
+        columns = np.arange(width, dtype=np.int32)
+        in_use = columns < counts[:, None]
+        table = fields["xqa_page_table"].reshape(rows, width)
+        table.fill(0)
+        indices = fields["page_indices"]
+        if counts.sum() == lengths.kv_indptr[-1]:
+            table[in_use] = indices[: lengths.kv_indptr[-1]]
+        else:
+            # Some requests have pages and no query.
+            table[in_use] = indices[(lengths.kv_indptr[request][:, None] + columns)[in_use]]
+
+    def run(self, launch: Launch, operands: Operands) -> None:
+        """See `KernelFamily.run`."""
+        spec, cache, metadata = launch.spec, launch.cache, operands.metadata
+        assert cache is not None
+        num_sms, rows, width, empty = launch.constants
+        call = _ready(launch, operands.out.device.index or 0)
+        lens = metadata["xqa_rows"]
+        prepared = _prepare(launch, call.places, operands, lens)
+        key, value = operands.key, operands.value
+        if cache.layout == "HND":
+            key, value = (token_major(torch_view(pool), "HND") for pool in (key, value))
+        call.function(
+            cache.quantized,  # which of the two kernels
+            num_sms,
+            spec.num_kv_heads,
+            spec.window_left + 1,
+            _query_factor(spec),
+            prepared.query_factor,
+            operands.out,
+            1.0,
+            prepared.query,
+            None,
+            key,
+            value,
+            None,
+            None,
+            metadata["xqa_page_table"],
+            width * cache.page_size,
+            lens,
+            rows,
+            1.0,
+            prepared.page_factor,
+            1,
+            None,
+            None,
+            prepared.semaphores,
+            prepared.partials,
+            # Launched early, the 8-bit kernel would read lengths, pages and factors before what
+            # writes them has finished.
+            False,
+        )
+        if cache.scales_per_head:
+            from ..triton_ops import scale_output
+
+            scales = torch_view(operands.scale_table), torch_view(operands.scale_layer)
+            scale_output(torch_view(operands.out), *scales)
+        if empty:
+            flags = torch_view(lens)[_flags_at(rows) :].view(torch.bool)[:rows]
+            torch_view(operands.out).masked_fill_(flags[:, None, None], 0.0)
+
+
+def module_key(spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int) -> abi.ModuleKey:
+    """Which compiled module decodes by `spec`; see `flashinfer_abi.ModuleKey`."""
+    return abi.ModuleKey(
+        "xqa",
+        dtype,
+        spec.head_dim,
+        window=spec.window_left >= 0,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        group_size=spec.group_size,
+    )
+
+
+class _Scratch(NamedTuple):
+    """What a launch keeps in its scratch, and at which byte it begins."""
+
+    semaphores: int
+    """How many there are; they come after the factors."""
+    partials: int
+    query: int
+    total: int
+
+
+@lru_cache(maxsize=4096)
+def _scratch(
+    spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int
+) -> _Scratch:
+    """Sizes by the rules of the functions that launch the kernels."""
+    splits = _splits(spec, cache, num_sms, rows, width)
+    blocks = rows * spec.num_kv_heads
+    semaphores = blocks if splits > 1 else 0
+    first = FACTOR_BYTES + 4 * semaphores if cache.quantized or semaphores else 0
+    partials = query = _up(first, ALIGN_BYTES)
+    if semaphores:
+        query += _up(_bytes_of_partials(spec, cache, splits * blocks), ALIGN_BYTES)
+    total = query
+    if cache.scales_per_head:
+        total += 2 * rows * spec.num_qo_heads * spec.head_dim
+    return _Scratch(semaphores, partials, query, total)
+
+
+def _splits(spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int) -> int:
+    """Into how many parts the kernel cuts each row's keys."""
+    blocks, tiles = rows * spec.num_kv_heads, -(-width * cache.page_size // TILE_KEYS[cache.quantized])
+    # Over 8-bit pages a quarter of three blocks on each multiprocessor, rounded half up.
+    most = (3 * num_sms // blocks + 2) // 4 if cache.quantized else num_sms // blocks
+    return min(max(most, 1), tiles)
+
+
+def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int) -> int:
+    """Partial outputs of all parts in 16 bits, after maxima and sums of their rows in 32 bits."""
+    group = spec.group_size
+    if cache.quantized:
+        rows, out = 8 * group, 2 * group * spec.head_dim
+    else:
+        # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
+        rows, out = 2 * 128, 2 * group * max(64, 1 << (spec.head_dim - 1).bit_length())
+    return _up(rows * parts, out) + out * parts
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _width(variant: int) -> int:
+    """Columns of the page table."""
+    return 1 << variant // 2
+
+
+def _flags_at(rows: int) -> int:
+    """Where flags of rows without keys stand after the rows' lengths, in words."""
+    return _up(rows, ALIGN_WORDS)
+
+
+def _is_uneven(work: Work, kv_lens: IntArray, variant: int) -> bool:
+    spec, cache, num_sms = work.spec, work.cache, work.device.num_sms
+    assert cache is not None
+    seen = kv_lens if spec.window_left < 0 else np.minimum(kv_lens, spec.window_left + 1)
+    splits = _splits(spec, cache, num_sms, work.bucket.num_tokens, _width(variant))
+    part = int(seen.max(initial=0)) // splits
+    even = int(seen.sum(dtype=np.int64)) * spec.num_kv_heads / (2 * num_sms)
+    return part >= LONG_PART and part > UNEVEN * even
+
+
+def _query_factor(spec: AttentionSpec) -> float:
+    """By what the logits are to be multiplied before the kernel divides them by sqrt(head_dim)."""
+    return spec.sm_scale * math.sqrt(spec.head_dim)
+
+
+class _Ready(NamedTuple):
+    """A launch made ready on a device."""
+
+    function: Any
+    places: _Scratch
+
+
+@lru_cache(maxsize=4096)
+def _ready(launch: Launch, device: int) -> _Ready:
+    assert launch.cache is not None
+    function = abi.load(_key_of(launch), device)["xqa_wrapper"]
+    return _Ready(function, _scratch(launch.spec, launch.cache, *launch.constants[:3]))
+
+
+def _key_of(launch: Launch) -> abi.ModuleKey:
+    spec, cache = launch.spec, launch.cache
+    assert cache is not None
+    return module_key(spec, spec.dtype or cache.dtype, cache.dtype, cache.page_size)
+
+
+class _Prepared(NamedTuple):
+    """The query, and tensors at whose start the kernel finds the rest."""
+
+    query: Any
+    query_factor: Any
+    page_factor: Any
+    semaphores: Any
+    partials: Any
+
+
+def _prepare(launch: Launch, places: _Scratch, operands: Operands, unused: Any) -> _Prepared:
+    """Fill a launch's scratch; `unused` stands in for what the kernel does not look at."""
+    spec, cache, query = launch.spec, launch.cache, operands.query
+    assert cache is not None
+    if not places.total:
+        return _Prepared(query, None, None, unused, unused)
+    scratch = torch_view(operands.scratch)
+    semaphores = partials = None
+    if places.semaphores:
+        semaphores = scratch[FACTOR_BYTES:][: 4 * places.semaphores].view(torch.int32)
+        partials = scratch[places.partials :]
+    if not cache.quantized:
+        assert semaphores is not None  # there is nothing else
+        semaphores.zero_()
+        return _Prepared(query, None, None, semaphores, partials)
+    from ..triton_xqa import prepare_xqa
+
+    rows, scaled = torch_view(query), None
+    if cache.scales_per_head:
+        query = scaled = scratch[places.query :].view(rows.dtype)[: rows.numel()].view(rows.shape)
+    factors = scratch[:8].view(torch.float32)
+    scales = torch_view(operands.scale_table), torch_view(operands.scale_layer)
+    prepare_xqa(rows, scaled, factors, semaphores, *scales, _query_factor(spec))
+    if semaphores is None:
+        return _Prepared(query, factors, factors[1:], unused, unused)
+    return _Prepared(query, factors, factors[1:], semaphores, partials)
+
+
+def _load_early(work: Work, launch: Launch) -> None:
+    """Compile and load while a plan is made, not inside a custom call or a graph's recording."""
+    if not torch.cuda.is_available():
+        return
+    spec, cache = work.spec, work.cache
+    assert cache is not None
+    abi.load(_key_of(launch), torch.cuda.current_device())
+    if cache.quantized:
+        semaphores = _scratch(spec, cache, *launch.constants[:3]).semaphores
+        _load_kernels_early(spec, cache, work.query_dtype, semaphores)
+
+
+@cache
+def _load_kernels_early(spec: AttentionSpec, pool: CacheSpec, dtype: str, semaphores: int) -> None:
+    from ..triton_ops import warm_scale
+    from ..triton_xqa import warm_prepare_xqa
+
+    shape = (1, spec.num_qo_heads, spec.head_dim)
+    query = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+    warm_prepare_xqa(query, spec.num_kv_heads, semaphores, pool.scales_per_head)
+    if pool.scales_per_head:
+        warm_scale(query, query, spec.num_kv_heads)
