@@ -28,6 +28,8 @@ BENCHMARKS = {
     "decode_bandwidth": Benchmark("gpu_decode", "bandwidth", gpu=True),
     "uneven": Benchmark("gpu_uneven", "uneven", gpu=True),
     "mixed": Benchmark("gpu_prefill", "mixed", gpu=True),
+    "append": Benchmark("gpu_caches", "append", gpu=True),
+    "quantised": Benchmark("gpu_caches", "quantised", gpu=True),
     "planning": Benchmark("gpu_planning", "planning", gpu=True),
     # Other libraries' kernels last: one that breaks the card's context spoils what comes after.
     "prefill": Benchmark("gpu_prefill", "prefill", gpu=True),

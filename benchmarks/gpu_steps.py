@@ -45,18 +45,29 @@ DTYPE = torch.bfloat16
 Handle = jax_frontend.CacheHandle
 
 
-def new_cache(num_layers: int, num_pages: int) -> PagedKVCache:
+def new_cache(
+    num_layers: int,
+    num_pages: int,
+    dtype: object = DTYPE,
+    scales: object | None = None,
+    page_size: int = PAGE_SIZE,
+) -> PagedKVCache:
     """Make a cache on the current card, filled with random numbers."""
     cache = PagedKVCache(
         SPEC,
         num_layers=num_layers,
         num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        dtype=DTYPE,
+        page_size=page_size,
+        dtype=dtype,
         device="cuda",
+        scales=scales,
     )
-    cache.k.normal_()
-    cache.v.normal_()
+    for layer in range(num_layers):
+        for pool in cache.pools(layer):
+            if pool.dtype == torch.uint8:
+                pool.random_(0, 64)  # small numbers with small scales
+            else:
+                pool.copy_(torch.randn(pool.shape, dtype=DTYPE, device="cuda"))
     # JAX reads the pool from a stream of its own.
     torch.cuda.synchronize()
     return cache

@@ -184,6 +184,45 @@ def _planning_targets() -> Iterable[Target]:
             )
 
 
+def _cache_targets() -> Iterable[Target]:
+    yield Target(
+        "append",
+        "append of 8192 tokens, bf16: bandwidth / that of a copy",
+        ">= 0.85",
+        _ratio(
+            ("append", "append, bfloat16, PyTorch graph"),
+            ("append", "copy"),
+            field="gb_per_s",
+            tokens=8192,
+        ),
+        0.85,
+        at_most=False,
+    )
+    for kind in ("torch owns", "JAX owns"):
+        yield Target(
+            "append",
+            f"append of 32 tokens in a jitted step, {kind} the cache",
+            "<= 5 us",
+            _plain("append", f"append, bfloat16, JAX unrolled, {kind} the cache", tokens=32),
+            5.0,
+            unit="us",
+        )
+    for front_end in ("PyTorch graph", "JAX unrolled"):
+        yield Target(
+            "quantised",
+            f"decode 128 x 2048: bf16 / fp8, {front_end}",
+            ">= 1.7",
+            _ratio(
+                ("quantised", f"bf16, {front_end}"),
+                ("quantised", f"fp8, {front_end}"),
+                requests=128,
+                context=2048,
+            ),
+            1.7,
+            at_most=False,
+        )
+
+
 _CUDNN = "cuDNN dense, JAX"
 _FLASH_PREFILL = "flash-attn3-jax, pages of 16", "flash-attn3-jax, pages of 128"
 
@@ -292,4 +331,5 @@ TARGETS: tuple[Target, ...] = (
         at_most=False,
     ),
     *_planning_targets(),
+    *_cache_targets(),
 )

@@ -6,8 +6,10 @@ Importing this package imports neither PyTorch nor JAX.
 from __future__ import annotations
 
 from .batch import Bucket, RaggedBatch
+from .dcp import DCPPlan
 from .errors import IsthmusError
 from .plan import AttentionPlan, Launch, MetadataLayout, PlanStatic
+from .sharding import TokenShards
 from .spec import AttentionSpec, CacheSpec
 
 __all__ = [
@@ -15,9 +17,11 @@ __all__ = [
     "AttentionSpec",
     "Bucket",
     "CacheSpec",
+    "DCPPlan",
     "IsthmusError",
     "Launch",
     "MetadataLayout",
     "PlanStatic",
     "RaggedBatch",
+    "TokenShards",
 ]

@@ -187,7 +187,7 @@ class LocalBatch(RaggedBatch):
         # The entries that are in use, but not for what this rank reads.
         counts = self.pages(page_size).counts
         unread = self.whole.pages(page_size * self.shards.size).counts - counts
-        first = counts + unread - indptr(unread)[1:]
+        first = counts - indptr(unread)[:-1]
         columns = first.repeat(unread)
         columns += np.arange(columns.size, dtype=np.int32)
         others = table[np.arange(counts.size).repeat(unread), columns].view(np.uint32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from interop.ffi import TARGETS as FFI_TARGETS
 
-from . import handlers, pytrees
+from . import dcp, handlers, pytrees
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import CacheArrays, CacheHandle, cache_handle, init_cache, release_cache
-from .merging import merge_states
+from .merging import combine_states, merge_states
 from .ordering import jax_after_torch, torch_after_jax
 from .planning import plan
 
@@ -18,6 +18,8 @@ __all__ = [
     "append",
     "attend",
     "cache_handle",
+    "combine_states",
+    "dcp",
     "init_cache",
     "jax_after_torch",
     "merge_states",

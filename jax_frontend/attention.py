@@ -115,28 +115,28 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     by_xla = isinstance(cache, CacheArrays) and shape.device == "cuda"
     if by_xla and offset is None:
         # XLA hands on whole pools.
-        offset = number * shape.num_pages
+        offset = jnp.int32(number * shape.num_pages)
     if offset is not None:
         # -1 is no slot and stays none; a layer that the cache lacks has no slots.
         inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
         slots = jnp.where(inside, slots + offset * shape.page_size, -1)
     launch = Launch("append", "rows", plan.spec, shape)
-    which = _layer_number(layer, shape)
+    which: tuple[jax.Array, ...] = _layer_operand(layer, shape)
     if isinstance(cache, CacheHandle):
         call = Call(launch, cache.name, number, False)
         token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
-        operands = (key, value, slots, owned_token(cache), *which)
-        (after,) = foreign_call("isthmus_append", call, operands, (token,))
+        given: tuple[jax.Array, ...] = (key, value, slots, owned_token(cache), *which)
+        (after,) = foreign_call("isthmus_append", call, given, (token,))
         return handle_in_program(cache, after)
-    scales = (*owned_scales(cache), *which)
+    scales: tuple[jax.Array, ...] = (*owned_scales(cache), *which)
     if by_xla:
         key, value = guard("append", key, value)
         k, v = append_arrays(key, value, cache.k, cache.v, slots, shape, *scales)
         return replace(cache, k=k, v=v)
     call = Call(launch, "", number, False)
     results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]
-    operands = (key, value, slots, cache.k, cache.v, *scales)
-    k, v = foreign_call("isthmus_append", call, operands, results, aliases={3: 0, 4: 1})
+    given = (key, value, slots, cache.k, cache.v, *scales)
+    k, v = foreign_call("isthmus_append", call, given, results, aliases={3: 0, 4: 1})
     return replace(cache, k=k, v=v)
 
 
@@ -208,7 +208,7 @@ def _attend(
         families = {FAMILIES[launch.family] for launch in static.main}
         for name in {name for family in families for name in family.page_fields("pages")}:
             fields[name] += offset
-    which = _layer_number(layer, shape)
+    which: tuple[jax.Array, ...] = _layer_operand(layer, shape)
     if isinstance(cache, CacheHandle):
         token = owned_token(cache)
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
@@ -216,8 +216,8 @@ def _attend(
         out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
         return out, log, cache if after is None else handle_in_program(cache, after)
     calls = [Call(launch, "", number, lse) for launch in static.main]
-    operands = (query, cache.k, cache.v, *owned_scales(cache), *which)
-    out, log, _ = _launch(static, calls, operands, fields)
+    pools = (query, cache.k, cache.v, *owned_scales(cache), *which)
+    out, log, _ = _launch(static, calls, pools, fields)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
 
@@ -300,7 +300,7 @@ def _nearest(layer: jax.Array, shape: CacheSpec) -> jax.Array:
     return jnp.clip(layer, 0, shape.num_layers - 1).astype(jnp.int32)
 
 
-def _layer_number(layer: Layer, shape: CacheSpec) -> tuple[jax.Array, ...]:
+def _layer_operand(layer: Layer, shape: CacheSpec) -> tuple[jax.Array, ...]:
     """Layer as an operand ``[1]``, by which kernels find its scales; none where there are none."""
     if not shape.quantized:
         return ()

@@ -101,16 +101,17 @@ def owned_token(cache: CacheHandle) -> jax.Array:
     return jnp.maximum(cache.token, 0)
 
 
-def owned_scales(cache: CacheArrays) -> tuple[jax.Array, ...]:
-    """Scales in memory of the program's own, as `owned_token` has the token; none without.
+def owned_scales(cache: CacheHandle | CacheArrays) -> tuple[jax.Array, ...]:
+    """Scales that are operands, in memory of the program's own as `owned_token` has the token.
 
-    They are larger than the smallest normal number, so the maximum changes none of them.
+    Those of a torch-owned cache are found with its pools. The others are no smaller than the
+    smallest normal number, so the maximum changes none of them.
     """
-    if cache.scales is None:
+    if isinstance(cache, CacheHandle) or cache.scales is None:
         return ()
     if cache.spec.device == "cpu":
         return (cache.scales,)
-    return (jnp.maximum(cache.scales, jnp.finfo(jnp.float32).tiny),)
+    return (jnp.maximum(cache.scales, np.finfo(np.float32).tiny),)
 
 
 def handle_in_program(cache: CacheHandle, token: jax.Array) -> CacheHandle:

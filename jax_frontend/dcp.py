@@ -6,7 +6,6 @@ is the same custom call.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, TypeVar
 
 import jax
@@ -18,21 +17,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from interop.batch import Bucket, RaggedBatch
 from interop.dcp import DCPPlan, check_combine, context_spec, own_bucket, own_spec
-from interop.errors import ArgumentError, PlanError
+from interop.errors import ArgumentError, CacheNotFoundError, PlanError
 from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
-from torch_backend.host_planning import host_plan, host_plans
+from torch_backend.host_planning import check_kinds, host_plan, host_plans
 from torch_backend.planning import check_cache_spec
 
 from . import attention
-from .cache import CacheArrays, CacheHandle
+from .agreement import agreed, batch_bytes
+from .cache import CacheArrays, CacheHandle, find_cache
 from .merging import combine_states, merge_states, pack_partial, scale_partial, unpack_partial
 
 __all__ = ["append", "attend", "paged_attention", "plan"]
 
 Cache = TypeVar("Cache", CacheHandle, CacheArrays)
+Plan = DCPPlan[jax.Array]
 IntArray = npt.NDArray[np.int32]
 
 
@@ -47,11 +48,13 @@ def plan(
     bucket: Bucket | None = None,
     fallback: str = "warn",
     kernel: str | None = None,
-) -> DCPPlan[jax.Array]:
+    verify: bool = True,
+) -> Plan:
     """Plan one step for all ranks of a mesh axis, outside of ``jax.jit``.
 
     The result is a pytree of arrays that are split over the axis: its ``in_specs`` of `shard_map`
-    is ``PartitionSpec(axis_name)``. With several processes each calls this with the same arguments.
+    is ``PartitionSpec(axis_name)``. Where the mesh spans several processes, each of them calls this
+    with the same arguments.
 
     Parameters
     ----------
@@ -62,27 +65,70 @@ def plan(
     mesh, axis_name
         The mesh, and the axis whose devices are the ranks. Over its other axes the plan is the
         same.
+    verify
+        Where the mesh spans several processes, compare the arguments of all of them, which is a
+        small all-gather on the devices and a wait for it. Turn it off once a program is known to be
+        right.
 
     Raises
     ------
     ArgumentError
-        For an axis that the mesh lacks.
-    ShapeError, PageError, SlotError, PlanError, UnsupportedError
-        As `torch_backend.dcp.plan` does.
+        For an axis that the mesh lacks, and as `torch_backend.dcp.plan` does.
+    PageError, ShapeError, SlotError, UnsupportedError
+        As `torch_backend.dcp.plan` does, in the process whose arguments do not fit.
+    PlanError
+        For arguments that do not fit one another; in every process where they differ, or where
+        another process refused its own (with `verify`; none is left waiting).
     """
+    if not isinstance(mesh, Mesh) or not mesh.local_devices:
+        raise ArgumentError(
+            "mesh",
+            given=f"a {type(mesh).__name__} without devices of this process",
+            wanted="a jax.sharding.Mesh of the ranks' devices",
+        )
+
+    def make() -> Plan:
+        return _plan(spec, cache_spec, batch, mesh, axis_name, interleave, bucket, fallback, kernel)
+
+    processes = {device.process_index for device in mesh.devices.flat}
+    if not verify or len(processes) == 1:
+        return make()
+    given = {
+        "spec": repr(spec).encode(),
+        "cache_spec": repr(cache_spec).encode(),
+        "axis_name": repr(axis_name).encode(),
+        "interleave": repr(interleave).encode(),
+        "bucket": repr(bucket).encode(),
+        "kernel": repr(kernel).encode(),
+        "batch": batch_bytes(batch),
+    }
+    return agreed(make, given, mesh)
+
+
+def _plan(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec,
+    batch: RaggedBatch,
+    mesh: Mesh,
+    axis_name: str,
+    interleave: int,
+    bucket: Bucket | None,
+    fallback: str,
+    kernel: str | None,
+) -> Plan:
+    check_kinds(spec, batch, bucket)
     check_cache_spec(cache_spec)
-    if not isinstance(mesh, Mesh) or axis_name not in mesh.shape:
+    if axis_name not in mesh.axis_names:
         raise ArgumentError(
             "axis_name",
-            given=f"{axis_name!r} of {getattr(mesh, 'axis_names', type(mesh).__name__)}",
+            given=f"{axis_name!r} with a mesh of {mesh.axis_names}",
             wanted="an axis of the mesh",
             remedy="Make the mesh with it: jax.make_mesh((ranks,), ('dcp',)).",
         )
     shards = TokenShards(mesh.shape[axis_name], interleave)
     check_dcp(spec, cache_spec, shards)
-    _check_processes(spec, cache_spec, batch, interleave, bucket)
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    device = next(iter(sharding.addressable_devices))
+    device: jax.Device = mesh.local_devices[0]
     where = torch.device("cpu")
     if device.platform != "cpu":
         where = torch.device("cuda", device.local_hardware_id)
@@ -118,38 +164,14 @@ def _split(buffers: list[IntArray], sharding: NamedSharding) -> jax.Array:
     """Lay the metadata of ranks one after another, each on its rank's devices."""
     words = buffers[0].size
 
-    def part(index: tuple[slice, ...]) -> IntArray:
-        start = index[0].start or 0
+    def part(index: tuple[slice, ...] | None) -> IntArray:
+        start = (index[0].start if index else None) or 0
         return buffers[start // words]
 
     return jax.make_array_from_callback((words * len(buffers),), sharding, part)
 
 
-def _check_processes(*arguments: object) -> None:
-    """Raise `PlanError` on all processes of a `jax.distributed` job unless they plan the same."""
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    spec, cache_spec, batch, interleave, bucket = arguments
-    assert isinstance(batch, RaggedBatch)
-    table = b"" if batch.page_table is None else batch.page_table.tobytes()
-    texts = [repr(value).encode() for value in (spec, cache_spec, interleave, bucket)]
-    texts += [batch.query_lens.tobytes(), batch.kv_lens.tobytes(), table]
-    digest = hashlib.blake2b(b"|".join(texts), digest_size=4).digest()
-    mine = np.frombuffer(digest, np.uint32)
-    everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1)
-    if (everyone != everyone[0]).any():
-        raise PlanError(
-            "plan",
-            given="different arguments in different processes",
-            wanted="the same spec, cache_spec, batch, interleave and bucket in every process",
-        )
-
-
-def append(
-    key: jax.Array, value: jax.Array, cache: Cache, plan: DCPPlan[jax.Array], layer: Any
-) -> Cache:
+def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: Any) -> Cache:
     """Write the rows that this rank owns into its cache, inside of `shard_map`.
 
     Parameters
@@ -169,7 +191,7 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     cache: Cache,
-    plan: DCPPlan[jax.Array],
+    plan: Plan,
     layer: Any,
     *,
     axis_name: str,
@@ -226,7 +248,7 @@ def paged_attention(
     key: jax.Array,
     value: jax.Array,
     cache: Cache,
-    plan: DCPPlan[jax.Array],
+    plan: Plan,
     layer: Any,
     *,
     axis_name: str,
@@ -251,7 +273,7 @@ def paged_attention(
 
 
 def _combine_ag_rs(
-    out: jax.Array, lse: jax.Array, plan: DCPPlan[jax.Array], axis_name: str
+    out: jax.Array, lse: jax.Array, plan: Plan, axis_name: str
 ) -> tuple[jax.Array, jax.Array]:
     rank = jax.lax.axis_index(axis_name)
     lses = jax.lax.all_gather(lse, axis_name)
@@ -265,7 +287,7 @@ def _with_own_rows(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    plan: DCPPlan[jax.Array],
+    plan: Plan,
     axis_name: str,
     out: jax.Array,
     lse: jax.Array,
@@ -287,6 +309,14 @@ def _check_plan(plan: object) -> None:
             given=f"a {type(plan).__name__}",
             wanted="a plan from jax_frontend.dcp.plan",
         )
+    words, shape = plan.context.static.layout.words, getattr(plan.context.metadata, "shape", None)
+    if isinstance(plan.context.metadata, jax.Array) and shape != (words,):
+        raise PlanError(
+            "plan",
+            given=f"metadata {list(plan.context.metadata.shape)} of all ranks",
+            wanted=f"[{words}], that of one rank",
+            remedy="Give shard_map in_specs of PartitionSpec(axis_name) for the plan.",
+        )
 
 
 def _check_call(
@@ -294,12 +324,11 @@ def _check_call(
     key: jax.Array,
     value: jax.Array,
     cache: Cache,
-    plan: DCPPlan[jax.Array],
+    plan: Plan,
     axis_name: str,
     combine: str,
 ) -> None:
     """Refuse, while the program is traced, what does not fit."""
-    _check_plan(plan)
     check_combine(combine)
     try:
         size = jax.lax.axis_size(axis_name)
@@ -309,23 +338,37 @@ def _check_call(
             given=f"{axis_name!r}, which is no axis here",
             wanted="an axis of the mesh of the jax.shard_map that this is called in",
         ) from error
+    _check_plan(plan)
     if size != plan.shards.size:
         raise PlanError(
             "axis_name",
             given=f"{axis_name!r} of {size} devices",
             wanted=f"the axis of {plan.shards.size} devices that the plan was made for",
         )
-    spec, tokens = plan.spec, plan.num_tokens
-    if isinstance(plan.context.metadata, jax.Array):
-        words = plan.context.static.layout.words
-        if plan.context.metadata.shape != (words,):
-            raise PlanError(
-                "plan",
-                given=f"metadata {list(plan.context.metadata.shape)} of all ranks",
-                wanted=f"[{words}], that of one rank",
-                remedy="Give shard_map in_specs of PartitionSpec(axis_name) for the plan.",
-            )
     attention.check_cache(cache, plan.context)
+    _check_shards(cache, size)
+    spec, tokens = plan.spec, plan.num_tokens
     shape = (tokens, plan.num_local_heads, spec.head_dim)
     attention.check_rows("query", query, shape, plan.context)
     attention.check_key_value(key, value, plan.context)
+
+
+def _check_shards(cache: CacheHandle | CacheArrays, size: int) -> None:
+    """Refuse a torch-owned cache that several ranks would share, each taking it for its own.
+
+    Of several processes each has its own ranks' shards only, and an exported program's cache may
+    be made later.
+    """
+    if isinstance(cache, CacheArrays) or jax.process_count() > 1:
+        return
+    try:
+        count = len(find_cache(cache.name))
+    except CacheNotFoundError:
+        return
+    if count % size:
+        raise PlanError(
+            "cache",
+            given=f"a handle of {count} shards for {size} ranks",
+            wanted="a shard for each rank",
+            remedy="Make it with jax_frontend.cache_handle([cache of rank 0, ...], sharding=...).",
+        )

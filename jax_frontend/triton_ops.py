@@ -114,9 +114,9 @@ def _triton_call() -> Callable[..., Any]:
         from jax_triton import triton_call
     except ImportError as error:
         raise VersionError(
-            f"writing into pools that JAX owns needs jax-triton on a GPU, and it cannot be "
-            f"imported here: {error}. Install the cuda extra (pip install "
-            f"'isthmus-attention[cuda]'), or use a torch-owned cache with jax_frontend.cache_handle."
+            "writing into pools that JAX owns needs jax-triton on a GPU, and it cannot be imported "
+            f"here: {error}\nInstall the cuda extra, pip install 'isthmus-attention[cuda]', or use "
+            "a torch-owned cache, jax_frontend.cache_handle(cache)."
         ) from error
     finally:
         # jax-triton sets it to nothing, which leaves torch's launches without a place for kernels.

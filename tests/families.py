@@ -1,6 +1,6 @@
 """Tests of one kernel family: dispatch is made to choose it, whatever it would prefer.
 
-`VARIANTS` is every compiled module that the tests on a GPU use, so that a machine where these are
+`MODULES` is every compiled module that the tests on a GPU use, so that a machine where these are
 compiled ahead runs all of them without compiling.
 """
 
@@ -32,6 +32,20 @@ FA3 = (
     ModuleKey("fa3", "float16", 64),
 )
 VARIANTS = FA2 + FA3
+"""What reads keys and values of the query's type, in queries of any length."""
+
+FA2_8BIT = (
+    ModuleKey("fa2", "bfloat16", 128, kv_dtype="float8_e4m3fn"),
+    ModuleKey("fa2", "bfloat16", 128, kv_dtype="float8_e5m2"),
+)
+
+
+def _xqa(kv_dtype: str, *, window: bool = False) -> ModuleKey:
+    return ModuleKey("xqa", "bfloat16", 128, window, kv_dtype=kv_dtype, page_size=16, group_size=4)
+
+
+XQA = (_xqa("float8_e4m3fn"), _xqa("float8_e4m3fn", window=True), _xqa("bfloat16"))
+MODULES = VARIANTS + FA2_8BIT + XQA
 
 
 @contextmanager
@@ -60,13 +74,17 @@ def this_gpu() -> Device:
 def need(key: ModuleKey) -> None:
     """Skip the test if this GPU cannot run the module; compile all modules if one is missing."""
     if key not in _usable():
-        pytest.skip(f"FA3 runs on compute capability 9.0 only, not on {this_gpu().capability}")
+        pytest.skip(
+            f"{key.backend} runs on compute capability 9.0 only, not on {this_gpu().capability}"
+        )
 
 
 @cache
 def _usable() -> tuple[ModuleKey, ...]:
-    """The variants that this GPU can run, compiled side by side."""
-    usable = FA2 if this_gpu().capability != flashinfer_fa3.FA3_CAPABILITY else VARIANTS
+    """The modules that this GPU can run, compiled side by side."""
+    usable = MODULES
+    if this_gpu().capability != flashinfer_fa3.FA3_CAPABILITY:
+        usable = FA2 + FA2_8BIT
     failed = prebuild.build(usable)
     assert not failed, failed
     return usable

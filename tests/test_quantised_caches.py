@@ -21,7 +21,7 @@ import torch
 import jax_frontend
 import torch_backend
 from interop import AttentionSpec, Bucket, RaggedBatch
-from interop.errors import ArgumentError, PlanError, ShapeError
+from interop.errors import ArgumentError, PlanError, ShapeError, UnsupportedError
 from torch_backend import PagedKVCache
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -291,6 +291,12 @@ def test_scales_that_are_none_are_refused(scales: object, error: type, what: str
     assert torch.equal(cache.scales, before)
 
 
+def test_a_gpu_that_lacks_8_bit_floats_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UnsupportedError, match=r"float8_e4m3fn needs .* 8.9 .* cuda:0 has 8.0"):
+        PagedKVCache(SPEC, **SIZES, dtype="fp8", device="cuda:0")
+
+
 def test_scales_per_head_do_not_replace_scales_per_layer() -> None:
     cache = new_cache("fp8", per_head=False)
     with pytest.raises(ArgumentError, match="differ from head to head"):
@@ -366,6 +372,26 @@ def test_a_layer_reads_the_pages_of_another_and_never_writes() -> None:
     assert np.asarray(outs)[2].tobytes() == want.numpy().tobytes()
     assert np.asarray(outs)[1].tobytes() == want.numpy().tobytes()
     assert not as_bytes(cache.pools(2)[0]).any()
+
+
+@formats
+def test_a_forked_page_is_copied_in_every_layer(dtype: str) -> None:
+    cache = new_cache(dtype)
+    for pool in (cache.k, cache.v):
+        pool.view(torch.uint8).random_(0, 100)
+    before = [as_bytes(pool).copy() for pool in (cache.k, cache.v)]
+    allocator = torch_backend.PageAllocator(12, PAGE)
+    (first,) = allocator.allocate("parent", 2).tolist()
+    allocator.fork("parent", "child")
+    allocator.extend("child", 3)
+    copies = allocator.take_copies()
+    (second,) = allocator.pages("child").tolist()
+    assert first != second
+    cache.copy_pages(copies)
+    for pool, was in zip((cache.k, cache.v), before, strict=True):
+        for layer in range(3):
+            was[12 * layer + second] = was[12 * layer + first]
+        assert (as_bytes(pool) == was).all()
 
 
 def test_every_alias_names_its_format() -> None:

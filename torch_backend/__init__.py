@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from . import dcp
 from .allocator import PageAllocator
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PagedKVCache, largest_num_pages
-from .merging import merge_states
+from .merging import combine_states, merge_states
 from .planning import explain, plan
+from .quantising import ScaleCalibrator, calibrate_scales
+from .saved import SavedPages
+from .transfer import copy_request, restore_pages, save_pages
 
 __all__ = [
     "PageAllocator",
     "PagedKVCache",
+    "SavedPages",
+    "ScaleCalibrator",
     "append",
     "attend",
+    "calibrate_scales",
+    "combine_states",
+    "copy_request",
+    "dcp",
     "explain",
     "largest_num_pages",
     "merge_states",
     "paged_attention",
     "plan",
     "ragged_attention",
+    "restore_pages",
+    "save_pages",
 ]

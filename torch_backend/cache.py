@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,12 @@ from interop.errors import (
     ArgumentError,
     DeviceError,
     OutOfDeviceMemoryError,
+    UnsupportedError,
 )
 from interop.spec import AttentionSpec, CacheSpec
 
 from .layouts import import_packed
+from .page_copies import CopyPages
 from .quantising import check_scales
 from .shared_memory import SharedPools, attach_shared, create_shared
 from .writing import warm
@@ -27,6 +30,9 @@ __all__ = ["WHOLE_POOL", "PagedKVCache", "largest_num_pages"]
 
 # Stands for a layer number where page and slot numbers already count from the pool's start.
 WHOLE_POOL = -1
+
+# Its multiprocessors have an instruction for it, which the Triton kernels use.
+LEAST_CAPABILITY_8BIT = (8, 9)
 
 
 class PagedKVCache:
@@ -92,10 +98,11 @@ class PagedKVCache:
             device=where.type,
         )
         shape, table = checked_scales(shape, scales)
+        _check_device(shape, where)
         # Tensors made in inference mode can be written in that mode only, and the threads on which
         # XLA runs its calls are not in it.
         with torch.inference_mode(False):
-            self._hold(shape, where, _allocate(shape, where), table)
+            self._hold(shape, where, _allocate(shape, where), (), table)
 
     @classmethod
     def from_packed(
@@ -127,10 +134,10 @@ class PagedKVCache:
         """
         packed = import_packed(tensors, spec=spec, dtype=dtype, order=order)
         shape, table = checked_scales(packed.spec, scales)
+        _check_device(shape, packed.layers[0][0].device)
         cache = cls.__new__(cls)
         with torch.inference_mode(False):
-            pools = packed.layers if packed.flat is None else packed.flat
-            cache._hold(shape, packed.layers[0][0].device, pools, table)
+            cache._hold(shape, packed.layers[0][0].device, packed.flat, packed.layers, table)
         return cache
 
     @classmethod
@@ -196,33 +203,34 @@ class PagedKVCache:
     @classmethod
     def _of_shared(cls, shared: SharedPools) -> PagedKVCache:
         cache = cls.__new__(cls)
-        pools = (shared.key, shared.value)
-        cache._hold(shared.spec, torch.device("cpu"), pools, shared.scales)
+        flat = shared.key, shared.value
+        cache._hold(shared.spec, torch.device("cpu"), flat, (), shared.scales)
         return cache
 
     def _hold(
         self,
         spec: CacheSpec,
         device: torch.device,
-        pools: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]],
+        flat: tuple[Tensor, Tensor] | None,
+        layers: Sequence[tuple[Tensor, Tensor]],
         scales: Tensor | None,
     ) -> None:
-        """Take hold of memory: both flat pools, or a pair of views for each layer."""
+        """Take hold of memory: both flat pools, or else a pair of views for each layer."""
         self.spec = spec
         self.device = device
-        if spec.layers_apart:
-            self._pools = dict(enumerate(pools))
-        else:
-            self.k, self.v = pools
+        self._pools = dict(enumerate(layers))
+        if flat is not None:
+            self.k, self.v = flat
             self._pools = {
-                layer: layer_pools(self.k, self.v, spec, layer)
+                layer: layer_pools(*flat, spec, layer)
                 for layer in (WHOLE_POOL, *range(spec.num_layers))
             }
         self.scales = None if scales is None else scales.to(device)
+        # A kernel finds a layer's scales by a number in memory, as a layer may be traced. Each is
+        # aligned to 16 bytes, or else Triton would compile a kernel of its own for those that are.
         numbers = torch.arange(spec.num_layers, dtype=torch.int32, device=device)
-        # A kernel finds a layer's scales by a number in memory, as a layer may be traced.
-        self._numbers = numbers.split(1)
-        warm(spec, device)
+        self._numbers = numbers.repeat_interleave(4).view(-1, 4)[:, :1].unbind(0)
+        warm(spec, device, layers if flat is None else [flat])
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.spec}, device={str(self.device)!r})"
@@ -230,6 +238,27 @@ class PagedKVCache:
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values, views ``[num_pages, ...]`` of the flat pools."""
         return self._pools[layer]
+
+    def copy_pages(self, copies: CopyPages) -> None:
+        """Make the copies that a `PageAllocator` asks for, in all layers, before the next write.
+
+        Parameters
+        ----------
+        copies
+            From `PageAllocator.take_copies`. All sources are read before a target is written. On a
+            GPU the copies are made on torch's current stream.
+        """
+        if not len(copies):
+            return
+        source, target = (
+            torch.from_numpy(pages.astype(np.int64)).to(self.device)
+            for pages in (copies.source, copies.target)
+        )
+        for layer in range(self.spec.num_layers):
+            for pool in self.pools(layer):
+                # As bytes, since not every operation knows 8-bit floats.
+                plain = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+                plain.index_copy_(0, target, plain.index_select(0, source))
 
     def scale_operands(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Scales of all layers and the number of one, as kernels take them; `None` without."""
@@ -297,6 +326,20 @@ def checked_scales(spec: CacheSpec, scales: object | None) -> tuple[CacheSpec, T
     table = check_scales(scales, spec)
     per_head = bool((table != table[:, :, :1]).any())
     return replace(spec, scales_per_head=per_head or spec.scales_per_head), table
+
+
+def _check_device(spec: CacheSpec, device: torch.device) -> None:
+    """Raise `UnsupportedError` where a GPU cannot convert to the format of a cache."""
+    if not spec.quantized or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY_8BIT:
+        major, minor = capability
+        raise UnsupportedError(
+            f"a cache of {spec.dtype} needs a GPU that converts to 8-bit floats, of compute "
+            f"capability 8.9 or later, and {device} has {major}.{minor}. Make the cache with "
+            "dtype='bfloat16'."
+        )
 
 
 def _allocate(spec: CacheSpec, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def plan(
 
     if not verify:
         return make()
-    given = {
+    given: dict[str, str | bytes] = {
         "spec": repr(spec),
         "cache_spec": repr(cache_spec),
         "interleave": repr(interleave),

@@ -297,11 +297,8 @@ def _cache_spec(
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View memory as `dtype`, of the same size, without what the tensor may not be written for.
-
-    Tensors made in inference mode, and ones with a gradient, refuse writes elsewhere; that is a
-    property of the tensor and not of its memory.
-    """
+    """View memory as `dtype`, which has the same size."""
+    # A new tensor, since one of inference mode, or with a gradient, refuses later writes.
     with torch.inference_mode(False):
         fresh = torch.empty(0, dtype=dtype, device=tensor.device)
         where = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -218,14 +218,15 @@ def _on_triton(states: dict[str, Tensor]) -> bool:
 
 def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of states and LSE of their union, from their LSEs; states are the first axis."""
-    lses = lses.masked_fill(~torch.isfinite(lses), -torch.inf)
-    peak = lses.amax(0)
-    floor = peak.masked_fill(peak == -torch.inf, 0.0)
+    lses = torch.where(lses < torch.inf, lses, -torch.inf)
+    # Lowest and not -inf, which cannot be subtracted from itself, where all are empty.
+    floor = lses.amax(0).clamp_min(torch.finfo(torch.float32).min)
     terms = torch.exp(lses - floor)
     total = terms[0]
     for term in terms[1:]:
         total = total + term
-    return terms / total.masked_fill(total == 0.0, 1.0), floor + torch.log(total)
+    # The largest term is 1, so a sum below it is 0: that of empty states.
+    return terms / total.clamp_min(1.0), floor + torch.log(total)
 
 
 def _weighted(out: Tensor, weight: Tensor) -> Tensor:

@@ -3,6 +3,10 @@
 For example, for a model with heads of 128 in bfloat16 that has layers with a sliding window::
 
     python -m torch_backend.prebuild --head-dim 128 --dtype bfloat16 --sliding-window both
+
+and for one with 4 query heads for each key head that keeps its cache in 8 bits, in pages of 16::
+
+    python -m torch_backend.prebuild --cache-dtype float8_e4m3fn --group-size 4 --page-size 16
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from interop.errors import IsthmusError
-from interop.spec import AttentionSpec
+from interop.spec import FP8_DTYPES, AttentionSpec
 
 from .kernels import flashinfer_abi as abi
+from .kernels import flashinfer_xqa as xqa
 from .kernels.flashinfer_fa import DTYPES, HEAD_DIMS
 from .kernels.flashinfer_fa3 import FA3_CAPABILITY
 
@@ -35,22 +41,41 @@ CHOICES = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def modules_for(
-    spec: AttentionSpec, dtype: str, capability: tuple[int, int]
+    spec: AttentionSpec,
+    dtype: str,
+    capability: tuple[int, int],
+    *,
+    cache_dtype: str | None = None,
+    page_size: int = 16,
 ) -> tuple[abi.ModuleKey, ...]:
     """Which compiled modules attention by `spec` uses on a device.
 
     Parameters
     ----------
     spec
-        The arithmetic; heads and scale are not compiled in.
+        The arithmetic. Its scale is not compiled in; of the heads only XQA has the number that
+        share a key head.
     dtype
-        Element type of query and cache.
+        Element type of the query.
     capability
         Compute capability of the device.
+    cache_dtype
+        Element type of the cache, where that is ``"float8_e4m3fn"`` or ``"float8_e5m2"``; `None`
+        for `dtype`.
+    page_size
+        Tokens in a page, which only XQA has compiled in.
     """
     backends = ("fa2", "fa3") if capability == FA3_CAPABILITY else ("fa2",)
     window, cap = spec.sliding_window is not None, spec.logits_soft_cap is not None
-    return tuple(abi.ModuleKey(backend, dtype, spec.head_dim, window, cap) for backend in backends)
+    plain = [abi.ModuleKey(backend, dtype, spec.head_dim, window, cap) for backend in backends]
+    if cache_dtype is None:
+        return tuple(plain)
+    # Besides these, as rows of a call have the query's type, and so have FA3's copies of pages.
+    keys = [*plain, replace(plain[0], kv_dtype=cache_dtype)]
+    has_xqa = (cache_dtype, capability) == (xqa.KV_DTYPE, xqa.CAPABILITY)
+    if has_xqa and xqa.refuse_spec(spec, page_size) is None:
+        keys.append(xqa.module_key(spec, dtype, cache_dtype, page_size))
+    return tuple(keys)
 
 
 def build(
@@ -118,6 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sliding-window", default="no", choices=CHOICES)
     parser.add_argument("--soft-cap", default="no", choices=CHOICES)
     parser.add_argument(
+        "--cache-dtype",
+        choices=FP8_DTYPES,
+        help="element type of the cache, where it is not that of the query",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=1,
+        help="query heads that share a key head, for kernels that have it compiled in",
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page, for the same")
+    parser.add_argument(
         "--capability",
         type=_capability,
         metavar="MAJOR.MINOR",
@@ -138,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for cap in CHOICES[options.soft_cap]
         for key in modules_for(
             AttentionSpec(
-                1,
+                options.group_size,
                 1,
                 head_dim,
                 sliding_window=1 if window else None,
@@ -146,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ),
             dtype,
             capability,
+            cache_dtype=options.cache_dtype,
+            page_size=options.page_size,
         )
     ]
     return _build_and_show(keys)

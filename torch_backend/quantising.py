@@ -66,8 +66,9 @@ def quantise_fp8(rows: Tensor, scale: Tensor, dtype: str) -> Tensor:
         Like `rows`, of that type.
     """
     most = FP8_MAX[dtype]
-    scaled = rows.float() / _by_head(scale)
-    return scaled.clamp_(-most, most).to(getattr(torch, dtype))
+    scaled = (rows.float() / _by_head(scale)).clamp_(-most, most)
+    # A GPU writes every NaN alike, and here its sign would be kept.
+    return scaled.masked_fill_(scaled.isnan(), torch.nan).to(getattr(torch, dtype))
 
 
 def dequantise_fp8(stored: Tensor, scale: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _with_scale(blocks: Tensor, wanted: Tensor, scale: Tensor) -> tuple[Tensor, 
     for i in range(1, NVFP4_BLOCK):
         # One after another, as a kernel adds them.
         error = error + squares[..., i]
-    negative = torch.signbit(scaled)
+    negative = torch.signbit(scaled) & (step > 0.0)
     return block_scale, codes + 8 * negative, error
 
 
@@ -140,9 +141,11 @@ def quantise_nvfp4(
     blocks = rows.float().unflatten(-1, (-1, NVFP4_BLOCK))
     scale = _by_head(global_scale).unsqueeze(-1).expand(*blocks.shape[:-1], 1)
     largest = blocks.abs().amax(-1, keepdim=True)
-    block_scale, codes, error = _with_scale(blocks, largest / E2M1_MAX, scale)
+    # By tensors: a GPU multiplies by the reciprocal of a Python number instead.
+    six, four = torch.tensor([E2M1_MAX, 4.0], device=rows.device)
+    block_scale, codes, error = _with_scale(blocks, largest / six, scale)
     if four_over_six:
-        other_scale, other_codes, other_error = _with_scale(blocks, largest / 4.0, scale)
+        other_scale, other_codes, other_error = _with_scale(blocks, largest / four, scale)
         better = (other_error < error).unsqueeze(-1)
         bits = torch.where(better, other_scale.view(torch.uint8), block_scale.view(torch.uint8))
         block_scale, codes = bits.view(E4M3), torch.where(better, other_codes, codes)
@@ -323,7 +326,9 @@ def check_scales(scales: object | None, cache_spec: CacheSpec) -> Tensor:
         raise ShapeError("scales", given=repr(scales), wanted=_wanted(shape)) from error
     if tuple(given.shape) not in ((2,), shape[:2], shape):
         raise ShapeError("scales", given=f"shape {list(given.shape)}", wanted=_wanted(shape))
-    table = (given if given.ndim == 3 else given.unsqueeze(-1)).expand(shape).contiguous()
+    # A copy, since the cache writes to it when its scales are replaced.
+    table = (given if given.ndim == 3 else given.unsqueeze(-1)).expand(shape).clone()
+    table = table.contiguous()
     wrong = ~(torch.isfinite(table) & (table > 0.0))
     if bool(wrong.any()):
         layer, side, head = torch.nonzero(wrong)[0].tolist()

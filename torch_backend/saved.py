@@ -88,7 +88,8 @@ class SavedPages:
     @property
     def scales(self) -> Tensor | None:
         """``[num_layers, 2, num_kv_heads]`` float32 on the host, of a quantised cache."""
-        self.wait()
+        if self._scales is not None:
+            self.wait()
         return self._scales
 
     def rows_on(self, device: torch.device, layer: int) -> tuple[Tensor, Tensor]:

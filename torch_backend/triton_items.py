@@ -7,12 +7,27 @@ number of tokens varies. Places are 64 bits wide, since pools pass 2**31 element
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["OPTIONS", "PROGRAM_BYTES", "load_items", "none_of", "scales_of_one", "store_items", "tile"]
+__all__ = [
+    "OPTIONS",
+    "PROGRAM_BYTES",
+    "WARPS",
+    "load_items",
+    "none_of",
+    "scales_of_one",
+    "store_items",
+    "tile",
+]
+
+# jax-triton sets it to nothing when it is imported, and then Triton has no place for its kernels.
+if os.environ.get("TRITON_CACHE_DIR") == "":
+    del os.environ["TRITON_CACHE_DIR"]
 
 WARPS = 4
 # A fused multiplication and addition would round once where the CPU rounds twice.

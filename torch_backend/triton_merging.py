@@ -20,9 +20,9 @@ BLOCK = 1024
 
 @triton.jit
 def _load_lse(lses, place, inside):
-    """LSEs, those that are not finite as -inf."""
+    """LSEs, infinite ones and NaN as -inf."""
     lse = tl.load(lses + place, mask=inside, other=float("-inf"))
-    return tl.where(tl.abs(lse) < float("inf"), lse, float("-inf"))
+    return tl.where(lse < float("inf"), lse, float("-inf"))
 
 
 @triton.jit

@@ -38,13 +38,11 @@ __all__ = [
     "append_grid",
     "append_kernel",
     "append_nvfp4",
-    "copy_pages",
     "gather",
     "scale_output",
     "scale_query",
     "warm_append",
     "warm_append_nvfp4",
-    "warm_copy_pages",
     "warm_gather",
     "warm_scale",
 ]
@@ -141,45 +139,6 @@ def _gather(
         store_items(value_rows, place * VALUE_WIDTH, values, inside, VALUE_WIDTH, VALUE_COLUMNS)
 
 
-@triton.jit
-def _copy_side(
-    pool, source, target,
-    PAGE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy one block of a page ``[ELEMENTS / (ROWS * WIDTH), ROWS, WIDTH]`` to another page."""
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < ELEMENTS
-    outer = (element // (ROWS * WIDTH)).to(tl.int64)
-    inner = (element // WIDTH % ROWS).to(tl.int64)
-    place = outer * OUTER + inner * INNER + element % WIDTH
-    copied = tl.load(pool + source * PAGE + place, mask=inside)
-    tl.store(pool + target * PAGE + place, copied, mask=inside)
-
-
-@triton.jit(do_not_specialize_on_alignment=("source", "target"))
-def _copy_pages(
-    key_pool, value_pool, source, target,
-    KEY_PAGE: tl.constexpr, KEY_OUTER: tl.constexpr, KEY_INNER: tl.constexpr,
-    KEY_ROWS: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_ELEMENTS: tl.constexpr,
-    VALUE_PAGE: tl.constexpr, VALUE_OUTER: tl.constexpr, VALUE_INNER: tl.constexpr,
-    VALUE_ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_ELEMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program ``(i, b)`` copies block ``b`` of page ``source[i]`` to page ``target[i]``."""
-    old = tl.load(source + tl.program_id(0)).to(tl.int64)
-    new = tl.load(target + tl.program_id(0)).to(tl.int64)
-    if new >= 0:
-        _copy_side(
-            key_pool, old, new,
-            KEY_PAGE, KEY_OUTER, KEY_INNER, KEY_ROWS, KEY_WIDTH, KEY_ELEMENTS, BLOCK,
-        )  # fmt: skip
-        _copy_side(
-            value_pool, old, new,
-            VALUE_PAGE, VALUE_OUTER, VALUE_INNER, VALUE_ROWS, VALUE_WIDTH, VALUE_ELEMENTS, BLOCK,
-        )  # fmt: skip
-
-
 def append(
     key: Tensor,
     value: Tensor,
@@ -260,26 +219,6 @@ def gather(
     )  # fmt: skip
 
 
-def copy_pages(key_pool: Tensor, value_pool: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy page ``source[i]`` to page ``target[i]``, in keys and in values.
-
-    Parameters
-    ----------
-    key_pool, value_pool
-        ``[pages, ...]`` with two more dimensions and a last one of stride 1, of any dtype.
-    source, target
-        ``[n]`` int32. A target of -1 copies nothing. No page is a target twice, or a target and a
-        source.
-    """
-    pools = [_as_bytes(pool) for pool in (key_pool, value_pool)]
-    constants = _copy_constants(
-        *((tuple(pool.shape[1:]), pool.stride()[:3]) for pool in pools), pools[0].itemsize
-    )
-    most = max(constants["KEY_ELEMENTS"], constants["VALUE_ELEMENTS"])
-    grid = (source.shape[0], triton.cdiv(most, constants["BLOCK"]))
-    _copy_pages[grid](*pools, source, target, **constants)
-
-
 @lru_cache(maxsize=256)
 def append_constants(
     page_size: int,
@@ -330,46 +269,21 @@ def _item_constants(
     return constants
 
 
-@lru_cache(maxsize=256)
-def _copy_constants(
-    key: tuple[tuple[int, ...], Strides], value: tuple[tuple[int, ...], Strides], itemsize: int
-) -> dict[str, Any]:
-    constants = {"BLOCK": PROGRAM_BYTES // itemsize} | OPTIONS
-    for side, (shape, (page, outer, inner)) in (("KEY", key), ("VALUE", value)):
-        planes, rows, width = shape
-        constants[f"{side}_ELEMENTS"] = planes * rows * width
-        if outer == rows * inner and inner == width:
-            # One run of elements, whose accesses need not be as narrow as its rows.
-            rows, width = 1, planes * rows * width
-        names = ("PAGE", "OUTER", "INNER", "ROWS", "WIDTH")
-        for name, number in zip(names, (page, outer, inner, rows, width), strict=True):
-            constants[f"{side}_{name}"] = number
-    return constants
-
-
-def _as_bytes(pool: Tensor) -> Tensor:
-    """View 8-bit elements as bytes: older GPUs copy them, too, but know no such type."""
-    return pool.view(torch.uint8) if pool.itemsize == 1 else pool
-
-
 def warm_append(key_pool: Tensor, value_pool: Tensor, row_dtype: torch.dtype) -> None:
     """Load `append` for these pools and rows of `row_dtype`."""
-    shapes = [(1, *pool.shape[2:]) for pool in (key_pool, value_pool)]
-    rows = [key_pool.new_empty(shape, dtype=row_dtype) for shape in shapes]
-    append(*rows, key_pool, value_pool, none_of(key_pool), **_some_scales(key_pool))
+    key, value = (
+        pool.new_empty((1, *pool.shape[2:]), dtype=row_dtype) for pool in (key_pool, value_pool)
+    )
+    append(key, value, key_pool, value_pool, none_of(key_pool), **_some_scales(key_pool))
 
 
 def warm_gather(key_pool: Tensor, value_pool: Tensor, row_dtype: torch.dtype) -> None:
     """Load `gather` for these pools and rows of `row_dtype`."""
-    rows = [pool.new_empty(pool.shape[1:], dtype=row_dtype) for pool in (key_pool, value_pool)]
+    key, value = (
+        pool.new_empty(pool.shape[1:], dtype=row_dtype) for pool in (key_pool, value_pool)
+    )
     none = none_of(key_pool)
-    gather(key_pool, value_pool, none, none, *rows, **_some_scales(key_pool))
-
-
-def warm_copy_pages(key_pool: Tensor, value_pool: Tensor) -> None:
-    """Load `copy_pages` for these pools."""
-    none = none_of(key_pool)
-    copy_pages(key_pool, value_pool, none, none)
+    gather(key_pool, value_pool, none, none, key, value, **_some_scales(key_pool))
 
 
 def _some_scales(pool: Tensor) -> dict[str, Tensor]:

@@ -247,9 +247,7 @@ def nvfp4_grid(count: int, constants: dict[str, Any]) -> tuple[int]:
     return (triton.cdiv(count * constants["HEADS"] * width, 16 * constants["BLOCKS"]),)
 
 
-def scale_query(
-    query: Tensor, scaled: Tensor, scale_table: Tensor, scale_layer: Tensor
-) -> None:
+def scale_query(query: Tensor, scaled: Tensor, scale_table: Tensor, scale_layer: Tensor) -> None:
     """Multiply a query by the scale of the keys that it will meet.
 
     Parameters
@@ -295,10 +293,12 @@ def warm_append_nvfp4(
     """Load `append_nvfp4` for these pools and rows of `row_dtype`."""
     heads = key_pool.shape[2 if layout == "NHD" else 1]
     # Of 9 bytes, 8 are 16 values and 1 is their scale.
-    shapes = [(1, heads, pool.shape[3] // 9 * 16) for pool in (key_pool, value_pool)]
-    rows = [key_pool.new_empty(shape, dtype=row_dtype) for shape in shapes]
+    key, value = (
+        key_pool.new_empty((1, heads, pool.shape[3] // 9 * 16), dtype=row_dtype)
+        for pool in (key_pool, value_pool)
+    )
     append_nvfp4(
-        *rows, key_pool, value_pool, none_of(key_pool),
+        key, value, key_pool, value_pool, none_of(key_pool),
         layout=layout, four_over_six=four_over_six, **scales_of_one(key_pool, heads),
     )  # fmt: skip
 

@@ -13,14 +13,14 @@ __all__ = ["prepare_xqa", "warm_prepare_xqa"]
 
 
 @triton.jit(
-    do_not_specialize=("factor", "count"),
+    do_not_specialize=("factor", "count", "num_semaphores"),
     do_not_specialize_on_alignment=("scale_table", "scale_layer"),
 )
 def _prepare(
-    query, scaled, factors, semaphores, scale_table, scale_layer, factor, count,
+    query, scaled, factors, semaphores, scale_table, scale_layer, factor, count, num_semaphores,
     PER_HEAD: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     ITEMS: tl.constexpr, COLUMNS: tl.constexpr, KV_COLUMNS: tl.constexpr,
-    SEMAPHORES: tl.constexpr, SEMAPHORE_COLUMNS: tl.constexpr,
+    SEMAPHORE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program ``i`` scales query items from ``i * ITEMS`` on; the first one does all the rest.
 
@@ -44,10 +44,10 @@ def _prepare(
     if program == 0:
         tl.store(factors, key_scale / value_scale * factor)
         tl.store(factors + 1, value_scale)
-        if SEMAPHORES > 0:
+        if SEMAPHORE_COLUMNS > 0:
             index = tl.arange(0, SEMAPHORE_COLUMNS)
             nothing = tl.zeros((SEMAPHORE_COLUMNS,), tl.int32)
-            tl.store(semaphores + index, nothing, mask=index < SEMAPHORES)
+            tl.store(semaphores + index, nothing, mask=index < num_semaphores)
 
 
 def prepare_xqa(
@@ -88,12 +88,11 @@ def prepare_xqa(
     items = tile(width, query.dtype)
     programs = 1 if scaled is None else max(1, triton.cdiv(tokens * heads, items))
     _prepare[(programs,)](
-        query, scaled, factors, semaphores, scale_table, scale_layer, factor, tokens,
+        query, scaled, factors, semaphores, scale_table, scale_layer, factor, tokens, count,
         PER_HEAD=scaled is not None, HEADS=heads, KV_HEADS=kv_heads, WIDTH=width,
         ITEMS=items, COLUMNS=triton.next_power_of_2(width),
         KV_COLUMNS=triton.next_power_of_2(kv_heads),
-        SEMAPHORES=count, SEMAPHORE_COLUMNS=triton.next_power_of_2(max(count, 1)),
-        num_warps=WARPS,
+        SEMAPHORE_COLUMNS=triton.next_power_of_2(count) if count else 0, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -60,8 +60,11 @@ def warm(
                     four_over_six=spec.dtype == "nvfp4_4over6",
                 )
             else:
-                views = (token_major(pool, spec.layout) for pool in (key_pool, value_pool))
-                warm_append(*views, row_dtype)
+                warm_append(
+                    token_major(key_pool, spec.layout),
+                    token_major(value_pool, spec.layout),
+                    row_dtype,
+                )
 
 
 def write_rows(
@@ -151,7 +154,12 @@ def _launch(
             scale_layer=scale_layer,
         )
         return
-    pools = (token_major(pool, spec.layout) for pool in (key_pool, value_pool))
     triton_ops.append(
-        key, value, *pools, slots, scale_table=scale_table, scale_layer=scale_layer
+        key,
+        value,
+        token_major(key_pool, spec.layout),
+        token_major(value_pool, spec.layout),
+        slots,
+        scale_table=scale_table,
+        scale_layer=scale_layer,
     )

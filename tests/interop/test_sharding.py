@@ -204,7 +204,7 @@ def test_what_is_wrong_with_a_table_is_found_on_every_rank(rank: int) -> None:
         with pytest.raises(PageError, match=wanted):
             call()
     for context_only in (False, True):
-        outside = local([1, 1], [1, 17], [[0, -1], [1, 8]], context_only=context_only)
+        outside = local([1, 1], [1, 17], [[0, 3], [1, 8]], context_only=context_only)
         with pytest.raises(PageError, match=r"page_table\[1, 1\]: got 8, want a page id from 0 to"):
             outside.page_indices(4, 8)
     # Position 2 of both requests is on rank 2.

@@ -24,18 +24,27 @@ from interop.errors import UnsupportedError, VersionError
 from torch_backend.kernels import flashinfer_abi as abi
 from torch_backend.kernels.flashinfer_abi import SIGNATURES, ModuleKey
 
-KEYS = {
+FA_KEYS = {
     "fa2": ModuleKey("fa2", "bfloat16", 128, window=True),
+    "fa2, 8-bit": ModuleKey("fa2", "float16", 64, kv_dtype="float8_e5m2"),
     "fa3": ModuleKey("fa3", "float16", 64, soft_cap=True),
 }
+XQA_KEYS = {
+    "xqa": ModuleKey("xqa", "float16", 80, kv_dtype="float16", page_size=64, group_size=5),
+    "xqa, 8-bit": ModuleKey(
+        "xqa", "bfloat16", 128, True, kv_dtype="float8_e4m3fn", page_size=16, group_size=4
+    ),
+}
+KEYS = FA_KEYS | XQA_KEYS
 
-# For each backend: name and sources of the module that we ask for, and the name of the module that
-# FlashInfer's own wrapper objects would load.
+# For each key: name and sources of the module that we ask for, and the name of the module that
+# FlashInfer's own Python would load.
 GENERATE = """
 import inspect, json, sys
 import torch
 from flashinfer.jit import core
 from flashinfer.prefill import get_batch_prefill_module
+from flashinfer.xqa import get_xqa_module
 from torch_backend.kernels import flashinfer_abi as abi
 
 class Loaded(Exception):
@@ -46,19 +55,22 @@ def record(spec):
 
 core.JitSpec.build_and_load = record
 modules = {}
-for fields in json.loads(sys.argv[1]):
+for name, fields in json.loads(sys.argv[1]).items():
     key = abi.ModuleKey(**fields)
     spec = abi.jit_spec(key)
-    dtype, d = getattr(torch, key.dtype), key.head_dim
+    dtype, kv, d = getattr(torch, key.dtype), getattr(torch, key.kv_dtype), key.head_dim
     try:
+        if key.backend == "xqa":
+            get_xqa_module(dtype, kv, key.page_size, d, key.group_size, key.window, dtype, 1)
         get_batch_prefill_module(
-            key.backend, dtype, dtype, dtype, torch.int32, d, d, 0, key.window, key.soft_cap, False
+            key.backend, dtype, kv, dtype, torch.int32, d, d, 0, key.window, key.soft_cap, False
         )
     except Loaded as loaded:
-        modules[key.backend] = {
+        modules[name] = {
             "name": spec.name,
             "loaded": str(loaded),
             "sources": [str(path) for path in spec.sources],
+            "path": str(spec.get_library_path()),
             "attributes": [hasattr(spec, "is_compiled"), *inspect.signature(spec.build).parameters],
         }
 print(json.dumps(modules))
@@ -73,7 +85,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",  # so that no GPU is needed
     }
     found = subprocess.run(
-        [sys.executable, "-c", GENERATE, json.dumps([vars(key) for key in KEYS.values()])],
+        [sys.executable, "-c", GENERATE, json.dumps({k: vars(key) for k, key in KEYS.items()})],
         env=environment,
         check=True,
         capture_output=True,
@@ -105,18 +117,56 @@ def _exported(sources: list[str]) -> dict[str, tuple[str, ...]]:
     return exported
 
 
-@pytest.mark.parametrize("backend", KEYS)
-def test_signatures_are_those_of_the_sources(modules: dict[str, Any], backend: str) -> None:
+@pytest.mark.parametrize("name", FA_KEYS)
+def test_signatures_are_those_of_the_sources(modules: dict[str, Any], name: str) -> None:
     """All functions that a module exports, with all their parameters in order."""
-    assert _exported(modules[backend]["sources"]) == SIGNATURES[backend]
+    assert _exported(modules[name]["sources"]) == SIGNATURES[KEYS[name].backend]
 
 
-@pytest.mark.parametrize("backend", KEYS)
-def test_module_is_the_one_that_flashinfers_wrappers_load(
-    modules: dict[str, Any], backend: str
+@pytest.mark.parametrize("name", XQA_KEYS)
+def test_signature_of_xqa_is_that_of_its_source(modules: dict[str, Any], name: str) -> None:
+    """The binding declares the function that the wrapper's source defines, with its parameters."""
+    texts = {Path(path).name: Path(path).read_text() for path in modules[name]["sources"]}
+    assert "EXPORT_TYPED_FUNC(xqa_wrapper, xqa_wrapper)" in texts["flashinfer_xqa_binding.cu"]
+    for source in ("flashinfer_xqa_binding.cu", "xqa_wrapper.cu"):
+        declared = re.search(r"void xqa_wrapper\((bool [^)]*)\)", texts[source])
+        assert declared is not None
+        assert {"xqa_wrapper": tuple(_split(declared[1]))} == SIGNATURES["xqa"]
+    # For 8-bit pages it is this kernel that is called.
+    assert "mha_sm90.cu" in texts
+
+
+def test_flashinfers_own_call_of_xqa_passes_the_same_things() -> None:
+    """Each parameter by the name that it has there; scales come as a number beside a tensor."""
+    makers = (
+        node
+        for node in ast.walk(_flashinfer_source("xqa.py"))
+        if isinstance(node, ast.FunctionDef) and node.name == "_get_xqa_module_cached"
+    )
+    (call,) = (
+        node
+        for node in ast.walk(next(makers))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "module.xqa_wrapper"
+    )
+    passed = [ast.unparse(argument) for argument in call.args]
+    names = SIGNATURES["xqa"]["xqa_wrapper"]
+    assert len(passed) == len(names)
+    for theirs, ours in zip(passed, names, strict=True):
+        if " if " in theirs:
+            scale = "q_scale" if ours.startswith("q") else "kv_scale"
+            assert scale in theirs
+            assert theirs.startswith("None if" if ours.endswith("Tensor") else "1.0 if")
+        else:
+            assert XQA_NAMES.get(ours, ours) == theirs
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_module_is_the_one_that_flashinfers_python_loads(
+    modules: dict[str, Any], name: str
 ) -> None:
-    module = modules[backend]
+    module = modules[name]
     assert module["name"] == module["loaded"]
+    assert module["path"].endswith(f"/{module['name']}.so")
     assert module["attributes"] == [True, "verbose", "need_lock"]
 
 
@@ -138,7 +188,28 @@ ALIASES = {
 }
 
 
-@pytest.mark.parametrize("backend", KEYS)
+# What its Python calls XQA's parameters.
+XQA_NAMES = {
+    "multiProcessorCount": "sm_count",
+    "nbKHeads": "num_kv_heads",
+    "slidingWinSize": "sliding_win_size",
+    "rcpOutScale": "rcp_out_scale",
+    "attentionSinks": "sinks",
+    "kCacheVLLM": "k_cache",
+    "vCacheVLLM": "v_cache",
+    "kSfCacheVLLM": "k_sf_cache",
+    "vSfCacheVLLM": "v_sf_cache",
+    "kvCachePageList": "page_table",
+    "maxSeqLen": "max_seq_len",
+    "seqLen": "seq_lens",
+    "batchSize": "batch_size",
+    "qSeqLen": "q_seq_len",
+    "qCuSeqLens": "q_cu_seq_lens",
+    "scratch": "workspace_buffer",
+}
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
 @pytest.mark.parametrize("function", ["paged_run", "ragged_run"])
 def test_flashinfers_own_calls_pass_the_same_things(backend: str, function: str) -> None:
     """Names say what a parameter means only if the caller agrees."""
@@ -271,9 +342,9 @@ def spec(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_first_use_says_that_it_compiles(spec: Any, caplog: pytest.LogCaptureFixture) -> None:
     fake, key = spec(_Spec(is_compiled=False)), ModuleKey("fa3", "bfloat16", 128, window=True)
-    module = abi.load(key)
-    assert (module.paged_run, module.ragged_run) == ("paged", "ragged")
-    assert abi.load(key) is module
+    functions = abi.load(key)
+    assert functions == {"paged_run": "paged", "ragged_run": "ragged"}
+    assert abi.load(key, 3) is functions
     assert fake.calls == ["build_and_load"]
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("isthmus", "WARNING")
@@ -287,6 +358,54 @@ def test_compiled_modules_are_loaded_silently(spec: Any, caplog: pytest.LogCaptu
     abi.build(ModuleKey("fa2", "bfloat16", 128))
     assert fake.calls == ["build_and_load"]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_device_has_a_copy_of_xqa(
+    spec: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bool
+) -> None:
+    """Loading sets the kernel's limits for the device that is current."""
+    library = tmp_path / "xqa.so"
+    library.write_text("a library")
+    fake = spec(_Spec(is_compiled=compiled))
+    fake.get_library_path = lambda: library
+    current, loaded = [-1], []
+
+    class OnDevice:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current[0] = self.device
+
+        def __exit__(self, *error: object) -> None:
+            current[0] = -1
+
+    def load_module(path: str) -> Any:
+        assert Path(path).read_text() == "a library"
+        loaded.append((path, current[0]))
+        return SimpleNamespace(xqa_wrapper=path)
+
+    monkeypatch.setattr(abi.torch.cuda, "device", OnDevice)
+    monkeypatch.setattr(abi.tvm_ffi, "load_module", load_module)
+    key = KEYS["xqa, 8-bit"]
+    first, second = abi.load(key), abi.load(key, 1)
+    assert abi.load(key, 0) is first and abi.load(key, 1) is second
+    assert [device for _, device in loaded] == [0, 1]
+    assert len({str(library), *(path for path, _ in loaded)}) == 3
+    assert first == {"xqa_wrapper": loaded[0][0]}
+    assert fake.calls == ([] if compiled else ["build", "build"])
+
+
+def test_keys_say_what_is_compiled_in() -> None:
+    """As they stand in messages; key and value have the query's type unless another is named."""
+    assert str(KEYS["fa2"]) == "fa2 bfloat16 head_dim 128, window"
+    assert str(KEYS["fa2, 8-bit"]) == "fa2 float16 head_dim 64, keys of float8_e5m2"
+    assert str(KEYS["xqa"]) == "xqa float16 head_dim 80, pages of 64, groups of 5"
+    assert str(KEYS["xqa, 8-bit"]) == (
+        "xqa bfloat16 head_dim 128, keys of float8_e4m3fn, pages of 16, groups of 4, window"
+    )
+    assert ModuleKey("fa2", "float16", 64, kv_dtype="float16") == ModuleKey("fa2", "float16", 64)
 
 
 @pytest.mark.parametrize("call", [abi.load, abi.build])

@@ -38,6 +38,8 @@ H200 = Device("cuda", (9, 0), 132)
 A100 = Device("cuda", (8, 0), 108)
 SPEC = AttentionSpec(8, 2, 64)
 CACHE = CacheSpec(2, 64, 4, 2, 64, dtype="float16", device="cuda")
+SPEC_8BIT = AttentionSpec(8, 2, 64, dtype="float16")
+CACHE_8BIT = replace(CACHE, dtype="float8_e5m2", scales_per_head=True)
 
 TABLE = np.arange(40).reshape(4, 10)
 MIXED = RaggedBatch([1, 3, 0, 2], [6, 30, 5, 9], TABLE)
@@ -62,12 +64,12 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Recorders by module key, for as long as a test runs."""
-    loaded: dict[abi.ModuleKey, abi.CompiledModule] = {}
+    loaded: dict[abi.ModuleKey, dict[str, Recorder]] = {}
 
-    def load(key: abi.ModuleKey) -> abi.CompiledModule:
+    def load(key: abi.ModuleKey) -> dict[str, Recorder]:
         names = abi.SIGNATURES[key.backend]
-        functions = (Recorder(names["paged_run"]), Recorder(names["ragged_run"]))
-        return loaded.setdefault(key, abi.CompiledModule(*functions))
+        functions = {name: Recorder(names[name]) for name in ("paged_run", "ragged_run")}
+        return loaded.setdefault(key, functions)
 
     def forget() -> None:
         fa2._ready_fa2.cache_clear()
@@ -101,13 +103,18 @@ def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = Fa
     spec, cache, bucket = static.spec, static.cache, static.bucket
     launch = static.main[0] if source == static.main[0].source else static.own
     assert launch is not None
+    kv_dtype, scales = dtype, {}
     if source == "pages":
         assert cache is not None
         shapes = cache.key_shape, cache.value_shape
+        kv_dtype = getattr(torch, cache.dtype)
+        if cache.quantized:
+            scales["scale_table"] = torch.rand(cache.scales_shape) + 0.5
+            scales["scale_layer"] = torch.tensor([1], dtype=torch.int32)
     else:
         rows = bucket.num_tokens if cache is not None else bucket.num_pages
         shapes = (rows, spec.num_kv_heads, spec.head_dim), (rows, spec.num_kv_heads, spec.head_dim)
-    key, value = (torch.randn(shape).to(dtype) for shape in shapes)
+    key, value = (torch.randn(shape).to(kv_dtype) for shape in shapes)
     operands = Operands(
         query=torch.randn(static.query_shape).to(dtype),
         key=key,
@@ -118,6 +125,7 @@ def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = Fa
         scratch=torch.empty(launch.scratch_bytes, dtype=torch.uint8)
         if launch.scratch_bytes
         else None,
+        **scales,
     )
     if not bridge:
         return operands
@@ -134,7 +142,7 @@ def _run(launch: Any, operands: Operands, modules: Any) -> dict[str, Any]:
     """Run a launch; what the compiled function got, by name."""
     FAMILIES[launch.family].run(launch, operands)
     (module,) = modules.values()
-    function = module.paged_run if module.paged_run.calls else module.ragged_run
+    (function,) = (function for function in module.values() if function.calls)
     call: dict[str, Any] = function.calls.pop()
     return call
 
@@ -244,6 +252,24 @@ def test_fa3_over_pages(modules: Any, bridge: bool) -> None:
     assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
 
 
+def _triton_ops(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Let these stand for the Triton kernels, which cannot run here."""
+    module = ModuleType("torch_backend.triton_ops")
+    module.__dict__.update(functions)
+    monkeypatch.setitem(sys.modules, "torch_backend.triton_ops", module)
+
+
+def _recorded_gather(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    copied: dict[str, torch.Tensor] = {}
+
+    def gather(*arguments: torch.Tensor, **scales: torch.Tensor) -> None:
+        names = ("key_pool", "value_pool", "indices", "valid", "key", "value")
+        copied.update(zip(names, arguments, strict=True), **scales)
+
+    _triton_ops(monkeypatch, gather=gather)
+    return copied
+
+
 @pytest.mark.parametrize("bridge", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_fa3_copies_pages_into_rows(
@@ -252,15 +278,7 @@ def test_fa3_copies_pages_into_rows(
     """Long queries: the kernel gets rows, a request's where its first page is in the indices."""
     monkeypatch.setattr(fa3, "COPY_LEAST_QUERY_LEN", 0)
     monkeypatch.setattr(fa3, "MOST_TILE_KEYS", 8)
-    copied: dict[str, torch.Tensor] = {}
-
-    def gather(*arguments: torch.Tensor) -> None:
-        names = ("key_pool", "value_pool", "indices", "valid", "key", "value")
-        copied.update(zip(names, arguments, strict=True))
-
-    triton_ops = ModuleType("torch_backend.triton_ops")
-    triton_ops.gather = gather  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch_backend.triton_ops", triton_ops)
+    copied = _recorded_gather(monkeypatch)
     static, fields = _plan("fa3", MIXED, bucket=Bucket(6, 20, 30) if padded else None)
     operands = _operands(static, "pages", fields, bridge=bridge)
     call = _run(static.main[0], operands, modules)
@@ -276,6 +294,105 @@ def test_fa3_copies_pages_into_rows(
     assert copied["indices"].tolist() == fields["page_indices"].tolist()
     starts = fields["fa3_schedule"][static.main[0].constants[2] // 4 :]
     assert set(starts[: 3 * 8].tolist()) <= {0, 8, 40, 48, 60}
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+def test_fa3_reads_8_bit_pages_as_copies(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, bridge: bool
+) -> None:
+    """However short the queries are; rows and module have the query's type."""
+    copied = _recorded_gather(monkeypatch)
+    static, fields = _plan("fa3", MIXED, spec=SPEC_8BIT, cache=replace(CACHE_8BIT, layout="HND"))
+    operands = _operands(static, "pages", fields, bridge=bridge)
+    call = _run(static.main[0], operands, modules)
+    assert list(modules) == [abi.ModuleKey("fa3", "float16", 64)]
+    assert call["k"].dtype == call["v"].dtype == torch.float16
+    assert call["k"].shape == call["v"].shape == (4 * 15, 2, 64)
+    assert static.main[0].scratch_bytes == call["k"].nbytes + call["v"].nbytes
+    assert copied["key_pool"].dtype == torch.float8_e5m2
+    assert copied["key_pool"].shape == (128, 4, 2, 64)
+    assert torch.equal(copied["scale_table"], torch.from_dlpack(operands.scale_table))
+    assert copied["scale_layer"].tolist() == [1]
+
+
+def _scaling(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """What Triton does on a GPU, by torch."""
+
+    def multiply(rows: torch.Tensor, table: torch.Tensor, layer: torch.Tensor, side: int) -> Any:
+        scale = table[int(layer), side].repeat_interleave(group)
+        return (rows.float() * scale[:, None]).to(rows.dtype)
+
+    def scale_query(
+        query: torch.Tensor, scaled: torch.Tensor, table: torch.Tensor, layer: torch.Tensor
+    ) -> None:
+        scaled.copy_(multiply(query, table, layer, 0))
+
+    def scale_output(out: torch.Tensor, table: torch.Tensor, layer: torch.Tensor) -> None:
+        out.copy_(multiply(out, table, layer, 1))
+
+    _triton_ops(monkeypatch, scale_query=scale_query, scale_output=scale_output)
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("long", [False, True])
+def test_fa2_over_8_bit_pages(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, bridge: bool, long: bool
+) -> None:
+    """The kernel gets a query that was multiplied by the keys' scale; the output is afterwards."""
+    _scaling(monkeypatch, group=4)
+    # A long cache is split, and then partial results are in scratch as well.
+    batch = RaggedBatch([1], [4000], np.arange(1000)[None]) if long else MIXED
+    cache = replace(CACHE_8BIT, num_pages=1000)
+    static, fields = _plan("fa2", batch, spec=SPEC_8BIT, cache=cache)
+    plain, _ = _plan("fa2", batch, cache=replace(CACHE, num_pages=1000))
+    partials = plain.main[0].scratch_bytes
+    assert bool(partials) == long
+    (launch,) = static.main
+    operands = _operands(static, "pages", fields, bridge=bridge)
+    out, scratch = torch.from_dlpack(operands.out), torch.from_dlpack(operands.scratch)
+    out.fill_(2.0)
+    call = _run(launch, operands, modules)
+    assert list(modules) == [abi.ModuleKey("fa2", "float16", 64, kv_dtype="float8_e5m2")]
+    query, table = torch.from_dlpack(operands.query), torch.from_dlpack(operands.scale_table)
+    want = query.float() * table[1, 0].repeat_interleave(4)[:, None]
+    assert torch.equal(call["q"], want.half())
+    assert call["q"].data_ptr() - scratch.data_ptr() == -(-partials // 16) * 16
+    assert scratch[-1].data_ptr() - call["q"].data_ptr() == call["q"].nbytes - 1
+    assert torch.equal(out, (2.0 * table[1, 1]).half().repeat_interleave(4)[:, None].expand_as(out))
+    assert call["paged_k_cache"] is operands.key
+    assert torch.from_dlpack(operands.lse).unique().tolist() == pytest.approx([math.log(2)])
+
+
+def test_fa2_scales_the_rows_of_its_own_requests_alone(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixed batch the launch after it writes the others."""
+    _scaling(monkeypatch, group=4)
+    batch = RaggedBatch([1, 1, 200], [60, 7, 200], np.arange(150).reshape(3, 50))
+    cache = replace(CACHE_8BIT, num_pages=150)
+    static, words = host_plan(
+        SPEC_8BIT, cache, batch, None, H200, "raise", None, lambda n: np.full(n, -7, np.int32)
+    )
+    assert [launch.family for launch in static.main] == ["fa2", "fa3"]
+    fields = static.layout.views(torch.from_numpy(words))
+    operands = _operands(static, "pages", fields)
+    operands.out.fill_(2.0)
+    call = _run(static.main[0], operands, modules)
+    assert call["q"].shape == (3, 8, 64)
+    assert (operands.out[3:] == 2.0).all()
+    assert not (operands.out[:3] == 2.0).any()
+
+
+def test_rows_of_a_call_are_not_scaled(modules: Any) -> None:
+    """A first prefill beside a quantised cache reads them as they came."""
+    for family in ("fa2", "fa3"):
+        modules.clear()
+        static, fields = _plan(family, FIRST, spec=SPEC_8BIT, cache=CACHE_8BIT)
+        assert static.own is not None
+        operands = _operands(static, "tokens", fields)
+        call = _run(static.own, operands, modules)
+        assert call["q"] is operands.query
+        assert list(modules) == [abi.ModuleKey(family, "float16", 64)]
 
 
 @pytest.mark.parametrize("bridge", [False, True])
@@ -339,7 +456,8 @@ def test_no_lse_is_passed_on_as_none(modules: Any) -> None:
         static, fields = _plan(family, MIXED)
         operands = _operands(static, "pages", fields)._replace(lse=None)
         FAMILIES[family].run(static.main[0], operands)
-    assert [module.paged_run.calls[0]["maybe_lse"] for module in modules.values()] == [None, None]
+    calls = [module["paged_run"].calls[0] for module in modules.values()]
+    assert [call["maybe_lse"] for call in calls] == [None, None]
 
 
 @pytest.mark.parametrize("family", ["fa2", "fa2_flashinfer", "fa3"])
@@ -509,6 +627,39 @@ def test_each_kernel_names_what_it_is_not_for(family: str, work: Work, reason: s
     refusal = FAMILIES[family].refuse(work)
     assert refusal is not None
     assert reason in refusal
+
+
+def _over(dtype: str, source: str = "pages", **changes: Any) -> Work:
+    """Work with a query of 16 bits on a cache of another type."""
+    work = _work(source, **changes)
+    assert work.cache is not None
+    return replace(work, cache=replace(work.cache, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "nvfp4_4over6"])
+def test_nvfp4_pages_are_left_to_the_reference(dtype: str) -> None:
+    for family in ("fa2", "fa2_flashinfer", "fa3"):
+        refusal = FAMILIES[family].refuse(_over(dtype))
+        assert refusal == f"it reads pages of 16 and of 8 bits, not of {dtype}; reference does"
+        # Their own rows are of 16 bits.
+        assert FAMILIES[family].refuse(_over(dtype, "tokens")) is None
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("device", [H200, A100])
+def test_8_bit_pages_are_read_wherever_16_bit_ones_are(dtype: str, device: Device) -> None:
+    assert FAMILIES["fa2"].refuse(_over(dtype, device=device)) is None
+    assert (FAMILIES["fa3"].refuse(_over(dtype, device=device)) is None) == (device == H200)
+
+
+@pytest.mark.parametrize(("pages", "given"), [(0, 0), (2**17 + 1, 2**28 + 2048)])
+def test_fa3_copies_no_more_than_fits(pages: int, given: int) -> None:
+    """Of 16-bit pages it would read those where they lie."""
+    bucket = Bucket(1, 4096, pages)
+    refusal = FAMILIES["fa3"].refuse(_over("float8_e4m3fn", bucket=bucket))
+    assert refusal is not None
+    assert f"the bucket's pages have {given} bytes, not 1 to 268435456" in refusal
+    assert FAMILIES["fa3"].refuse(_over("float16", bucket=bucket)) is None
 
 
 def test_fa2_cannot_count_huge_pages() -> None:

@@ -266,6 +266,7 @@ def test_what_was_saved_does_not_change_with_the_cache() -> None:
     assert same(saved.key, key)
     assert saved.scales is not None
     assert torch.equal(saved.scales, scales)
+    assert torch.equal(SCALES, scales), "the cache has kept the tensor that it was given"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "nvfp4"])

@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from stored import PAGES, any_bits, assert_same, cache_spec, copied, numbers, pools_of, scales_of
 from torch import Tensor
 
 from interop.spec import FLOAT_DTYPES, FP8_DTYPES, NVFP4_DTYPES, CacheSpec
+from torch_backend.triton_quantised import _sum_of_16
 from torch_backend.writing import token_major, write_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = 6
 # Heads, widths of key and value.
 SHAPES = ((1, 16, 16), (2, 48, 16), (3, 5, 7), (4, 32, 32), (8, 128, 128))
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -34,66 +37,6 @@ CHECKS: dict[str, Callable[[], None]] = {}
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     CHECKS[function.__name__] = function
     return function
-
-
-def cache_spec(
-    dtype: str, layout: str, page_size: int, shape: tuple[int, int, int], layers: int = 1
-) -> CacheSpec:
-    heads, width, width_v = shape
-    return CacheSpec(layers, PAGES, page_size, heads, width, width_v, dtype, layout)
-
-
-def numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Ordinary numbers, among them numbers half-way between those of few bits, 0 and -0."""
-    rows = torch.randn(shape, generator=generator) * 4.0
-    few = torch.randint(-64, 65, shape, generator=generator) * 0.0625
-    rows = torch.where(torch.rand(shape, generator=generator) < 0.5, few, rows)
-    rows.view(-1)[::37] = -0.0
-    return rows.to(dtype)
-
-
-def any_bits(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Any float32 at all: subnormal, huge, infinite and not a number."""
-    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
-    rows = bits.to(torch.int32).view(torch.float32)
-    # The sign of what is not a number is the platform's business.
-    return rows.masked_fill(rows.isnan(), torch.nan)
-
-
-def noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """A pool that holds something; bytes in 8-bit pools."""
-    if dtype.itemsize > 1:
-        return torch.randn(shape, generator=generator).to(dtype)
-    codes = torch.randint(0, 240, shape, generator=generator)
-    # Both signs of what is finite in either fp8.
-    return torch.where(codes < 120, codes, codes + 8).to(torch.uint8).view(dtype)
-
-
-def pools_of(spec: CacheSpec, how: str, generator: torch.Generator) -> list[Tensor]:
-    """Pools as a cache has them, with gaps between pages, or packed with one another."""
-    dtype = getattr(torch, spec.storage_dtype)
-    shapes = [spec.key_shape, spec.value_shape]
-    if how == "whole":
-        return [noise(shape, dtype, generator) for shape in shapes]
-    if how == "gaps":
-        return [noise((2 * s[0], *s[1:]), dtype, generator)[::2] for s in shapes]
-    packed = noise((*shapes[0][:3], shapes[0][3] + shapes[1][3]), dtype, generator)
-    return [packed[..., : shapes[0][3]], packed[..., shapes[0][3] :]]
-
-
-def bytes_of(pool: Tensor) -> Tensor:
-    return pool.contiguous().view(torch.uint8)
-
-
-def assert_same(got: list[Tensor], want: list[Tensor], case: object) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(bytes_of(a), bytes_of(b)), case
-
-
-def scales_of(spec: CacheSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Scales of two layers, and which of them is meant."""
-    table = torch.rand((2, 2, spec.num_kv_heads), generator=generator) * 3.0 + 0.01
-    return table, torch.tensor([1], dtype=torch.int32)
 
 
 def launch_append(
@@ -145,7 +88,7 @@ def append_leaves_the_bytes_that_torch_leaves() -> None:
         slots = torch.randperm(PAGES * spec.page_size, generator=generator)[:count].int()
         slots[1] = -1
         scales = scales_of(spec, generator) if spec.quantized else None
-        expected = [pool.clone() for pool in pools]
+        expected = copied(pools)
         write_rows(key, value, *expected, spec, slots, *(scales or ()))
         launch_append(key, value, pools, spec, slots, scales)
         assert_same(pools, expected, (spec, how))
@@ -157,7 +100,7 @@ def nothing_is_written_where_slots_say_so() -> None:
     for dtype in ("bfloat16", "float8_e4m3fn", "nvfp4_4over6"):
         spec = cache_spec(dtype, "NHD", 4, (2, 32, 32))
         pools = pools_of(spec, "gaps", generator)
-        before = [pool.clone() for pool in pools]
+        before = copied(pools)
         rows = torch.randn((9, 2, 32), generator=generator).bfloat16()
         scales = scales_of(spec, generator) if spec.quantized else None
         for slots in (torch.full((9,), -1), torch.empty(0)):
@@ -172,19 +115,35 @@ def any_float32_is_stored_as_torch_stores_it() -> None:
         spec = cache_spec(dtype, "NHD", 16, (4, 64, 64))
         pools = pools_of(spec, "whole", generator)
         rows = [any_bits((64, 4, 64), generator) for _ in range(2)]
-        # Blocks of one magnitude, next to those of all magnitudes.
-        rows[1][::2] = numbers((32, 4, 64), torch.float32, generator)
-        rows[1][::8] *= 2.0**-120
         scales = scales_of(spec, generator)
-        scales[0][1, :, 0] = 2.0**-20
-        scales[0][1, :, 1] = 2.0**20
+        scales[0][1] = torch.tensor([2.0**-20, 2.0**20, 3.0, 7.0])
+        # Half-way cases remain so in an exact division alone, not in a product with a reciprocal.
+        halves = numbers((32, 4, 64), torch.float32, generator) * scales[0][1, 1, :, None]
+        rows[1][::2] = halves
+        rows[1][::8] *= 2.0**-120
         slots = torch.arange(64, dtype=torch.int32)
-        expected = [pool.clone() for pool in pools]
+        expected = copied(pools)
         write_rows(*rows, *expected, spec, slots, *scales)
-        # What overflows is infinite, as on a GPU; the interpreter is NumPy, which says so.
-        with np.errstate(all="ignore"):
-            launch_append(rows[0], rows[1], pools, spec, slots, scales)
+        launch_append(rows[0], rows[1], pools, spec, slots, scales)
         assert_same(pools, expected, spec)
+
+
+@triton.jit
+def _sum_blocks(terms, sums, BLOCKS: tl.constexpr):  # noqa: N803
+    block = tl.arange(0, BLOCKS)
+    element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(sums + block, _sum_of_16(tl.load(terms + element), BLOCKS))
+
+
+@check
+def errors_are_added_from_the_first_to_the_last() -> None:
+    terms = torch.rand((64, 16), generator=torch.Generator().manual_seed(7))
+    sums = torch.empty(64)
+    _sum_blocks[(1,)](terms, sums, 64)
+    want = terms[:, 0]
+    for element in range(1, 16):
+        want = want + terms[:, element]
+    assert torch.equal(sums, want)
 
 
 @check
@@ -245,28 +204,6 @@ def query_and_output_are_scaled_by_their_kv_head() -> None:
 
 
 @check
-def pages_are_copied_whole() -> None:
-    from torch_backend import triton_ops
-
-    generator = torch.Generator().manual_seed(5)
-    for dtype, how, shape in product(
-        ("float32", "bfloat16", "float8_e5m2", "nvfp4"), ("whole", "gaps", "packed"), SHAPES
-    ):
-        if dtype == "nvfp4" and shape[1] % 16:
-            continue
-        spec = cache_spec(dtype, "HND", 4, shape)
-        pools = pools_of(spec, how, generator)
-        source = torch.tensor([1, 4, 2], dtype=torch.int32)
-        target = torch.tensor([3, 0, -1], dtype=torch.int32)
-        expected = [pool.clone() for pool in pools]
-        for pool in expected:
-            pool[3] = pool[1]
-            pool[0] = pool[4]
-        triton_ops.copy_pages(pools[0], pools[1], source, target)
-        assert_same(pools, expected, (spec, how))
-
-
-@check
 def warming_up_changes_nothing() -> None:
     from torch_backend import triton_ops
 
@@ -274,15 +211,14 @@ def warming_up_changes_nothing() -> None:
     for dtype in ("bfloat16", "float8_e5m2"):
         spec = cache_spec(dtype, "HND", 4, (2, 32, 16))
         pools = pools_of(spec, "packed", generator)
-        before = [pool.clone() for pool in pools]
+        before = copied(pools)
         views = [token_major(pool, "HND") for pool in pools]
         triton_ops.warm_append(views[0], views[1], torch.bfloat16)
         triton_ops.warm_gather(views[0], views[1], torch.bfloat16)
-        triton_ops.warm_copy_pages(pools[0], pools[1])
         assert_same(pools, before, spec)
     spec = cache_spec("nvfp4", "HND", 4, (2, 32, 16))
     pools = pools_of(spec, "whole", generator)
-    before = [pool.clone() for pool in pools]
+    before = copied(pools)
     for four_over_six in (False, True):
         triton_ops.warm_append_nvfp4(
             pools[0], pools[1], torch.float16, layout="HND", four_over_six=four_over_six
@@ -290,12 +226,10 @@ def warming_up_changes_nothing() -> None:
     assert_same(pools, before, spec)
 
 
-def convert_exactly(
-    bits: Any, source: Any, target: Any, rounding: Any  # noqa: ARG001
-) -> Any:
+def convert_exactly(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Convert floats for Triton's interpreter, which by itself cuts bfloat16 off and errs in fp8.
 
-    It keeps types that NumPy lacks as their bits. GPUs round to nearest even, as torch does.
+    It keeps types that NumPy lacks as their bits. All roundings here are to nearest even.
     """
     import triton.language as tl
 
@@ -321,7 +255,9 @@ def main() -> None:
     outcomes = {}
     for name, function in CHECKS.items():
         try:
-            function()
+            # What overflows is infinite, as on a GPU; the interpreter is NumPy, which says so.
+            with np.errstate(all="ignore"):
+                function()
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
@@ -330,7 +266,10 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__],
         env=environment, capture_output=True, text=True, timeout=300,

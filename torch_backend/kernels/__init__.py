@@ -4,8 +4,12 @@
 | --- | --- | --- |
 | ``fa3`` | prefill on compute capability 9.0 | to ``fa2`` where the bucket has fewer than \
 `flashinfer_fa3.FA3_LEAST_MEAN_QUERY_LEN` query rows a request |
+| ``xqa`` | decode of one token a request from ``float8_e4m3fn`` pages on 9.0, without LSE | to \
+``fa2`` for batches of very uneven lengths (`flashinfer_xqa.UNEVEN`) |
 | ``fa2`` | decode, short queries, and all else since capability 8.0 | |
 | ``fa2_flashinfer`` | nothing by itself: ``fa2`` on FlashInfer's own schedule, to compare with | |
+| ``xqa_16bit`` | the same as ``xqa`` from 16-bit pages, which ``fa2`` reads faster: head widths \
+that ``fa2`` is not compiled for | |
 | ``reference`` | everything, on any device | |
 
 Each refuses what its kernels do not do, with the reason. A mixed batch, decodes before prefills, is
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 from .flashinfer_fa2 import FA2Family, FlashInferPlannedFamily
 from .flashinfer_fa3 import FA3Family
+from .flashinfer_xqa import XQAFamily
 from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
 from .reference import ReferenceFamily
 
@@ -30,10 +35,13 @@ __all__ = [
     "torch_view",
 ]
 
+_FA2 = FA2Family()
 _IN_ORDER: tuple[KernelFamily, ...] = (
     FA3Family(),
-    FA2Family(),
+    XQAFamily("xqa", quantized=True, instead=_FA2),
+    _FA2,
     FlashInferPlannedFamily(),
+    XQAFamily("xqa_16bit", quantized=False),
     ReferenceFamily(),
 )
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER}

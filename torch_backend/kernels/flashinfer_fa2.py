@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from interop.plan import Launch
-from interop.spec import AttentionSpec
 from interop.schedule import (
     FA2Shape,
     choose_chunk,
@@ -28,6 +27,7 @@ from interop.schedule import (
     flashinfer_chunk_pages,
     plan_fa2,
 )
+from interop.spec import AttentionSpec
 
 from .flashinfer_fa import (
     MAX_ELEMENTS,

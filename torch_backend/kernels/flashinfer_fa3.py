@@ -41,7 +41,8 @@ FA3_LEAST_MEAN_QUERY_LEN = 128
 
 # The kernel reads rows that follow one another faster than pages (653 against 540 TFLOP/s at
 # 1 x 16384), so pages are first copied into rows where a request has so many query rows that this
-# pays for the copy, and where the copy is not too large to be scratch.
+# pays for the copy, and where the copy is not too large to be scratch. Pages of 8 bits, which it
+# does not read at all, are always copied.
 COPY_LEAST_QUERY_LEN = 1024
 COPY_MOST_BYTES = 256 << 20
 
@@ -72,10 +73,9 @@ class FA3Family:
         if work.source == "tokens" and _value_rows(work) == 0:
             return "there are no rows of key and value for its copy engine to point at"
         if _is_quantized(work) and not _copy_fits(work):
-            assert work.cache is not None
             return (
-                f"it reads pages of {work.cache.dtype} by copying them into rows, and "
-                f"{_bytes_of_pages(work)} bytes of copies are none, or more than {COPY_MOST_BYTES}"
+                "it reads 8-bit pages as copies in 16 bits, and those of the bucket's pages have "
+                f"{_bytes_of_pages(work)} bytes, not 1 to {COPY_MOST_BYTES}"
             )
         mean = _query_rows(work)
         if mean < FA3_LEAST_MEAN_QUERY_LEN:
@@ -253,9 +253,7 @@ def _copies_pages(work: Work) -> bool:
     """Whether pages are copied into rows first: 8-bit ones, and where rows are read faster."""
     if work.source != "pages":
         return False
-    return _is_quantized(work) or (
-        _query_rows(work) >= COPY_LEAST_QUERY_LEN and _copy_fits(work)
-    )
+    return _is_quantized(work) or (_query_rows(work) >= COPY_LEAST_QUERY_LEN and _copy_fits(work))
 
 
 @cache
@@ -267,8 +265,8 @@ def _load_copy_early(spec: CacheSpec, row_dtype: str) -> None:
     dtype = getattr(torch, spec.dtype)
     shapes = spec.key_shape, spec.value_shape
     pools = [torch.empty((1, *shape[1:]), dtype=dtype, device="cuda") for shape in shapes]
-    views = (token_major(pool, spec.layout) for pool in pools)
-    warm_gather(*views, getattr(torch, row_dtype))
+    key_pool, value_pool = (token_major(pool, spec.layout) for pool in pools)
+    warm_gather(key_pool, value_pool, getattr(torch, row_dtype))
 
 
 def _write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> None:

@@ -11,23 +11,23 @@ by 0: they must be finite, which what this library writes is wherever the caller
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from interop.plan import ALIGN_WORDS, Launch
-from interop.spec import AttentionSpec, CacheSpec
+from interop.spec import AttentionSpec
 
 from ..writing import token_major
 from . import flashinfer_abi as abi
 from .flashinfer_fa import DTYPES, needs_capability
+from .flashinfer_xqa_scratch import Scratch, prepare, query_factor, scratch_of, splits_of, warm
 from .protocol import Decision, IntArray, KernelFamily, Lengths, Operands, Work, torch_view
 
-__all__ = ["CAPABILITY", "KV_DTYPE", "PAGE_SIZES", "XQAFamily", "module_key"]
+__all__ = ["CAPABILITY", "KV_DTYPE", "XQAFamily", "module_key", "refuse_spec"]
 
 CAPABILITY = (9, 0)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -39,16 +39,14 @@ MOST_BLOCKS = 65535
 # The kernel for 16-bit pages counts heads of the pool in 32 unsigned bits.
 MOST_HEADS = 2**32
 
-# Keys that a thread block works on at a time, over 8-bit and over 16-bit pages.
-TILE_KEYS = {True: 64, False: 256}
-
 # All rows are cut into as many parts, whatever their lengths. Where a part is this long, and this
-# many times what a block would have to do if the work of all rows were dealt evenly to two blocks on
-# each multiprocessor, FA2's schedule is faster.
+# many times what a block would have to do if the work of all rows were dealt evenly to two blocks
+# on each multiprocessor, FA2's schedule is faster.
 LONG_PART, UNEVEN = 2048, 3
 
-# Scratch begins with the two factors of `triton_xqa`, and its parts are aligned.
-FACTOR_BYTES, ALIGN_BYTES = 16, 256
+# Variants from here on are those of the family that serves such batches. It serves others as well,
+# so of the variants of several batches the highest serves all.
+OTHERS = 32
 
 
 class XQAFamily:
@@ -87,7 +85,10 @@ class XQAFamily:
             return missing
         if work.device.capability != CAPABILITY:
             return needs_capability(work, "9.0")
-        return self._refuse_call(work) or self._refuse_shape(work)
+        if (reason := self._refuse_call(work)) is not None:
+            return reason
+        assert work.cache is not None
+        return refuse_spec(work.spec, work.cache.page_size) or self._refuse_sizes(work)
 
     def _refuse_call(self, work: Work) -> str | None:
         """What is asked of it that it does not do, whatever the shapes."""
@@ -112,28 +113,11 @@ class XQAFamily:
             return "it gives no LSE, and calls may ask for it: plan with return_lse=False"
         return None
 
-    def _refuse_shape(self, work: Work) -> str | None:
-        """Which sizes it is not compiled for or cannot count."""
-        spec, cache, rows = work.spec, work.cache, work.bucket.num_tokens
+    def _refuse_sizes(self, work: Work) -> str | None:
+        """Which sizes it cannot count."""
+        cache, rows = work.cache, work.bucket.num_tokens
         assert cache is not None
-        if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
-            return (
-                f"it is compiled for head_dim up to {MOST_HEAD_DIM} in steps of {HEAD_DIM_STEP}, "
-                f"not for {spec.head_dim}"
-            )
-        if spec.head_dim_v != spec.head_dim:
-            return (
-                f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
-                f"head_dim = {spec.head_dim}"
-            )
-        if spec.group_size > MOST_GROUP:
-            return f"it takes up to {MOST_GROUP} query heads for a key head, not {spec.group_size}"
-        if cache.page_size not in PAGE_SIZES:
-            sizes = ", ".join(map(str, PAGE_SIZES))
-            return f"it reads pages of {sizes} tokens, not of {cache.page_size}"
-        if spec.logits_soft_cap is not None:
-            return "it has no soft cap on the logits"
-        if (blocks := rows * (spec.num_kv_heads if self._quantized else 1)) > MOST_BLOCKS:
+        if (blocks := rows * (cache.num_kv_heads if self._quantized else 1)) > MOST_BLOCKS:
             return f"a grid of {blocks} blocks is more than the {MOST_BLOCKS} that a card launches"
         heads = cache.num_layers * cache.num_pages * cache.page_size * cache.num_kv_heads
         if not self._quantized and heads >= MOST_HEADS:
@@ -143,27 +127,28 @@ class XQAFamily:
     def decide(self, work: Work, lengths: Lengths) -> Decision:
         """See `KernelFamily.decide`.
 
-        The variant says how wide the table is, a power of two, and whether some row has no keys.
-        Below 0 it is one of the family that serves instead.
+        The variant says how wide the table is, as a power of two; from `OTHERS` on it is one of the
+        family that serves instead.
         """
         busy = lengths.query_lens > 0
         kv_lens = lengths.kv_lens[busy]
-        widest = int(lengths.kv_units[busy].max(initial=1))
-        variant = 2 * (widest - 1).bit_length() + (not kv_lens.all())
+        variant = (int(lengths.kv_units[busy].max(initial=1)) - 1).bit_length()
         other = self._instead
         if other is not None and _is_uneven(work, kv_lens, variant) and other.refuse(work) is None:
             decision = other.decide(work, lengths)
-            return Decision(-1 - decision.variant, decision.detail)
+            return Decision(OTHERS + decision.variant, decision.detail)
         return Decision(variant)
 
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
         """See `KernelFamily.shape`."""
-        if variant < 0:
+        if variant >= OTHERS:
             assert self._instead is not None
-            return self._instead.shape(work, -1 - variant)
+            return self._instead.shape(work, variant - OTHERS)
         assert work.cache is not None
-        rows, width, empty = work.bucket.num_tokens, _width(variant), variant % 2
-        scratch = _scratch(work.spec, work.cache, work.device.num_sms, rows, width)
+        rows, width = work.bucket.num_tokens, 1 << variant
+        # Where there is a request for padding. Others have at least the key of their own row.
+        empty = int(work.num_requests > work.bucket.num_requests)
+        scratch = scratch_of(work.spec, work.cache, work.device.num_sms, rows, width)
         launch = Launch(
             family=self.name,
             source=work.source,
@@ -172,8 +157,8 @@ class XQAFamily:
             constants=(work.device.num_sms, rows, width, empty),
             scratch_bytes=scratch.total,
         )
-        _load_early(work, launch)
-        words = rows if not empty else _flags_at(rows) + -(-rows // 4)
+        _load_early(launch, work.query_dtype)
+        words = _flags_at(rows) + -(-rows // 4) if empty else rows
         return launch, {"xqa_page_table": rows * width, "xqa_rows": words}
 
     def write(
@@ -186,9 +171,7 @@ class XQAFamily:
     ) -> None:
         """See `KernelFamily.write`; reads the field ``page_indices``, which is written before."""
         if launch.family != self.name:
-            assert self._instead is not None
-            other = Decision(-1 - decision.variant, decision.detail)
-            self._instead.write(work, launch, lengths, other, fields)
+            self._write_instead(work, launch, lengths, decision, fields)
             return
         _, rows, width, empty = launch.constants
         # A row is a request's only one; all rows of the request that is padding have no keys.
@@ -198,6 +181,8 @@ class XQAFamily:
         np.maximum(kv_lens, 1, out=fields["xqa_rows"][:rows])
         if empty:
             fields["xqa_rows"][_flags_at(rows) :].view(np.uint8)[:rows] = kv_lens == 0
+        else:
+            assert kv_lens.all()
         columns = np.arange(width, dtype=np.int32)
         in_use = columns < counts[:, None]
         table = fields["xqa_page_table"].reshape(rows, width)
@@ -209,6 +194,20 @@ class XQAFamily:
             # Some requests have pages and no query.
             table[in_use] = indices[(lengths.kv_indptr[request][:, None] + columns)[in_use]]
 
+    def _write_instead(
+        self,
+        work: Work,
+        launch: Launch,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
+    ) -> None:
+        other = self._instead
+        assert other is not None
+        # Another batch of the same plan may have asked for that family.
+        detail = decision.detail or other.decide(work, lengths).detail
+        other.write(work, launch, lengths, Decision(decision.variant - OTHERS, detail), fields)
+
     def run(self, launch: Launch, operands: Operands) -> None:
         """See `KernelFamily.run`."""
         spec, cache, metadata = launch.spec, launch.cache, operands.metadata
@@ -216,7 +215,7 @@ class XQAFamily:
         num_sms, rows, width, empty = launch.constants
         call = _ready(launch, operands.out.device.index or 0)
         lens = metadata["xqa_rows"]
-        prepared = _prepare(launch, call.places, operands, lens)
+        prepared = prepare(launch, call.places, operands, lens)
         key, value = operands.key, operands.value
         if cache.layout == "HND":
             key, value = (token_major(torch_view(pool), "HND") for pool in (key, value))
@@ -225,7 +224,7 @@ class XQAFamily:
             num_sms,
             spec.num_kv_heads,
             spec.window_left + 1,
-            _query_factor(spec),
+            query_factor(spec),
             prepared.query_factor,
             operands.out,
             1.0,
@@ -260,6 +259,28 @@ class XQAFamily:
             torch_view(operands.out).masked_fill_(flags[:, None, None], 0.0)
 
 
+def refuse_spec(spec: AttentionSpec, page_size: int) -> str | None:
+    """Why there is no compiled module for `spec` and pages of `page_size`; `None` if there is."""
+    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
+        return (
+            f"it is compiled for head_dim up to {MOST_HEAD_DIM} in steps of {HEAD_DIM_STEP}, not "
+            f"for {spec.head_dim}"
+        )
+    if spec.head_dim_v != spec.head_dim:
+        return (
+            f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
+            f"head_dim = {spec.head_dim}"
+        )
+    if spec.group_size > MOST_GROUP:
+        return f"it takes up to {MOST_GROUP} query heads for a key head, not {spec.group_size}"
+    if page_size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        return f"it reads pages of {sizes} tokens, not of {page_size}"
+    if spec.logits_soft_cap is not None:
+        return "it has no soft cap on the logits"
+    return None
+
+
 def module_key(spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int) -> abi.ModuleKey:
     """Which compiled module decodes by `spec`; see `flashinfer_abi.ModuleKey`."""
     return abi.ModuleKey(
@@ -273,94 +294,33 @@ def module_key(spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int) -
     )
 
 
-class _Scratch(NamedTuple):
-    """What a launch keeps in its scratch, and at which byte it begins."""
-
-    semaphores: int
-    """How many there are; they come after the factors."""
-    partials: int
-    query: int
-    total: int
-
-
-@lru_cache(maxsize=4096)
-def _scratch(
-    spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int
-) -> _Scratch:
-    """Sizes by the rules of the functions that launch the kernels."""
-    splits = _splits(spec, cache, num_sms, rows, width)
-    blocks = rows * spec.num_kv_heads
-    semaphores = blocks if splits > 1 else 0
-    first = FACTOR_BYTES + 4 * semaphores if cache.quantized or semaphores else 0
-    partials = query = _up(first, ALIGN_BYTES)
-    if semaphores:
-        query += _up(_bytes_of_partials(spec, cache, splits * blocks), ALIGN_BYTES)
-    total = query
-    if cache.scales_per_head:
-        total += 2 * rows * spec.num_qo_heads * spec.head_dim
-    return _Scratch(semaphores, partials, query, total)
-
-
-def _splits(spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int) -> int:
-    """Into how many parts the kernel cuts each row's keys."""
-    blocks, tiles = rows * spec.num_kv_heads, -(-width * cache.page_size // TILE_KEYS[cache.quantized])
-    # Over 8-bit pages a quarter of three blocks on each multiprocessor, rounded half up.
-    most = (3 * num_sms // blocks + 2) // 4 if cache.quantized else num_sms // blocks
-    return min(max(most, 1), tiles)
-
-
-def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int) -> int:
-    """Partial outputs of all parts in 16 bits, after maxima and sums of their rows in 32 bits."""
-    group = spec.group_size
-    if cache.quantized:
-        rows, out = 8 * group, 2 * group * spec.head_dim
-    else:
-        # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
-        rows, out = 2 * 128, 2 * group * max(64, 1 << (spec.head_dim - 1).bit_length())
-    return _up(rows * parts, out) + out * parts
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
-def _width(variant: int) -> int:
-    """Columns of the page table."""
-    return 1 << variant // 2
-
-
 def _flags_at(rows: int) -> int:
     """Where flags of rows without keys stand after the rows' lengths, in words."""
-    return _up(rows, ALIGN_WORDS)
+    return -(-rows // ALIGN_WORDS) * ALIGN_WORDS
 
 
 def _is_uneven(work: Work, kv_lens: IntArray, variant: int) -> bool:
     spec, cache, num_sms = work.spec, work.cache, work.device.num_sms
     assert cache is not None
     seen = kv_lens if spec.window_left < 0 else np.minimum(kv_lens, spec.window_left + 1)
-    splits = _splits(spec, cache, num_sms, work.bucket.num_tokens, _width(variant))
+    splits = splits_of(spec, cache, num_sms, work.bucket.num_tokens, 1 << variant)
     part = int(seen.max(initial=0)) // splits
     even = int(seen.sum(dtype=np.int64)) * spec.num_kv_heads / (2 * num_sms)
     return part >= LONG_PART and part > UNEVEN * even
-
-
-def _query_factor(spec: AttentionSpec) -> float:
-    """By what the logits are to be multiplied before the kernel divides them by sqrt(head_dim)."""
-    return spec.sm_scale * math.sqrt(spec.head_dim)
 
 
 class _Ready(NamedTuple):
     """A launch made ready on a device."""
 
     function: Any
-    places: _Scratch
+    places: Scratch
 
 
 @lru_cache(maxsize=4096)
 def _ready(launch: Launch, device: int) -> _Ready:
     assert launch.cache is not None
     function = abi.load(_key_of(launch), device)["xqa_wrapper"]
-    return _Ready(function, _scratch(launch.spec, launch.cache, *launch.constants[:3]))
+    return _Ready(function, scratch_of(launch.spec, launch.cache, *launch.constants[:3]))
 
 
 def _key_of(launch: Launch) -> abi.ModuleKey:
@@ -369,63 +329,9 @@ def _key_of(launch: Launch) -> abi.ModuleKey:
     return module_key(spec, spec.dtype or cache.dtype, cache.dtype, cache.page_size)
 
 
-class _Prepared(NamedTuple):
-    """The query, and tensors at whose start the kernel finds the rest."""
-
-    query: Any
-    query_factor: Any
-    page_factor: Any
-    semaphores: Any
-    partials: Any
-
-
-def _prepare(launch: Launch, places: _Scratch, operands: Operands, unused: Any) -> _Prepared:
-    """Fill a launch's scratch; `unused` stands in for what the kernel does not look at."""
-    spec, cache, query = launch.spec, launch.cache, operands.query
-    assert cache is not None
-    if not places.total:
-        return _Prepared(query, None, None, unused, unused)
-    scratch = torch_view(operands.scratch)
-    semaphores = partials = None
-    if places.semaphores:
-        semaphores = scratch[FACTOR_BYTES:][: 4 * places.semaphores].view(torch.int32)
-        partials = scratch[places.partials :]
-    if not cache.quantized:
-        assert semaphores is not None  # there is nothing else
-        semaphores.zero_()
-        return _Prepared(query, None, None, semaphores, partials)
-    from ..triton_xqa import prepare_xqa
-
-    rows, scaled = torch_view(query), None
-    if cache.scales_per_head:
-        query = scaled = scratch[places.query :].view(rows.dtype)[: rows.numel()].view(rows.shape)
-    factors = scratch[:8].view(torch.float32)
-    scales = torch_view(operands.scale_table), torch_view(operands.scale_layer)
-    prepare_xqa(rows, scaled, factors, semaphores, *scales, _query_factor(spec))
-    if semaphores is None:
-        return _Prepared(query, factors, factors[1:], unused, unused)
-    return _Prepared(query, factors, factors[1:], semaphores, partials)
-
-
-def _load_early(work: Work, launch: Launch) -> None:
+def _load_early(launch: Launch, dtype: str) -> None:
     """Compile and load while a plan is made, not inside a custom call or a graph's recording."""
-    if not torch.cuda.is_available():
-        return
-    spec, cache = work.spec, work.cache
-    assert cache is not None
-    abi.load(_key_of(launch), torch.cuda.current_device())
-    if cache.quantized:
-        semaphores = _scratch(spec, cache, *launch.constants[:3]).semaphores
-        _load_kernels_early(spec, cache, work.query_dtype, semaphores)
-
-
-@cache
-def _load_kernels_early(spec: AttentionSpec, pool: CacheSpec, dtype: str, semaphores: int) -> None:
-    from ..triton_ops import warm_scale
-    from ..triton_xqa import warm_prepare_xqa
-
-    shape = (1, spec.num_qo_heads, spec.head_dim)
-    query = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
-    warm_prepare_xqa(query, spec.num_kv_heads, semaphores, pool.scales_per_head)
-    if pool.scales_per_head:
-        warm_scale(query, query, spec.num_kv_heads)
+    if torch.cuda.is_available():
+        call = _ready(launch, torch.cuda.current_device())
+        assert launch.cache is not None
+        warm(launch.spec, launch.cache, dtype, call.places.semaphores)

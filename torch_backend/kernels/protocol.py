@@ -174,12 +174,12 @@ class Operands(NamedTuple):
 
     def as_torch(self) -> Operands:
         """Return these operands with every buffer but the metadata as a torch tensor of it."""
-        return Operands(
-            *(
-                value if value is None or value is self.metadata else torch_view(value)
-                for value in self
-            )
-        )
+        views = {
+            name: torch_view(value)
+            for name, value in self._asdict().items()
+            if name != "metadata" and value is not None
+        }
+        return self._replace(**views)
 
 
 def torch_view(buffer: Any) -> Tensor:
