@@ -45,6 +45,8 @@ class Call:
         Whether there is a result for the LSE.
     continues
         Whether output and LSE are operands, too: rows that an earlier launch of the plan wrote.
+    arrangement
+        Where pools that are operands lie otherwise than the cache's spec says, how they do.
     """
 
     launch: Launch
@@ -52,6 +54,7 @@ class Call:
     layer: int
     lse: bool
     continues: bool = False
+    arrangement: str = ""
 
 
 def _short(value: Any) -> Any:
@@ -82,6 +85,7 @@ def encode(call: Call) -> dict[str, str]:
             call.layer,
             int(call.lse),
             int(call.continues),
+            *([call.arrangement] if call.arrangement else ()),
         ],
         separators=(",", ":"),
     )
@@ -110,5 +114,5 @@ def decode(text: str) -> Call:
         constants=tuple(constants),
         scratch_bytes=scratch_bytes,
     )
-    name, layer, lse, continues = rest
-    return Call(launch, name, layer, bool(lse), bool(continues))
+    name, layer, lse, continues, *arrangement = rest
+    return Call(launch, name, layer, bool(lse), bool(continues), *arrangement)

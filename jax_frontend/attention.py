@@ -19,12 +19,13 @@ from torch_backend.cache import WHOLE_POOL
 from torch_backend.kernels import FAMILIES
 from torch_backend.planning import check_lse, check_without_cache
 
+from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
-from .triton_ops import append_arrays
+from .triton_ops import append_arrays, is_recorded
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
-Cache = TypeVar("Cache", CacheHandle, CacheArrays)
+Cache = TypeVar("Cache", CacheHandle, CacheArrays, ArrangedArrays)
 Layer = int | jax.Array
 Plan = AttentionPlan[jax.Array]
 
@@ -112,8 +113,8 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     metadata = _owned(plan)
     slots = static.layout.views(metadata)["slot_mapping"]
     number, offset = _place(layer, shape)
-    by_xla = isinstance(cache, CacheArrays) and shape.device == "cuda"
-    if by_xla and offset is None:
+    by_xla = shape.device == "cuda"
+    if isinstance(cache, CacheArrays) and by_xla and offset is None:
         # XLA hands on whole pools.
         offset = jnp.int32(number * shape.num_pages)
     if offset is not None:
@@ -129,15 +130,14 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
         (after,) = foreign_call("isthmus_append", call, given, (token,))
         return handle_in_program(cache, after)
     scales: tuple[jax.Array, ...] = (*owned_scales(cache), *which)
-    if by_xla:
+    if isinstance(cache, CacheArrays) and by_xla:
         key, value = guard("append", key, value)
-        k, v = append_arrays(key, value, cache.k, cache.v, slots, shape, *scales)
-        return replace(cache, k=k, v=v)
-    call = Call(launch, "", number, False)
-    results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (cache.k, cache.v)]
-    given = (key, value, slots, cache.k, cache.v, *scales)
-    k, v = foreign_call("isthmus_append", call, given, results, aliases={3: 0, 4: 1})
-    return replace(cache, k=k, v=v)
+        return cache.with_pools(append_arrays(key, value, cache.k, cache.v, slots, shape, *scales))
+    call = Call(launch, "", number, False, arrangement=cache.arrangement)
+    results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in cache.pools]
+    given = (key, value, slots, *cache.pools, *scales)
+    in_place = {3 + i: i for i in range(len(results))}
+    return cache.with_pools(foreign_call("isthmus_append", call, given, results, aliases=in_place))
 
 
 def paged_attention(
@@ -215,8 +215,9 @@ def _attend(
         operands = (query, token, *which)
         out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
         return out, log, cache if after is None else handle_in_program(cache, after)
-    calls = [Call(launch, "", number, lse) for launch in static.main]
-    pools = (query, cache.k, cache.v, *owned_scales(cache), *which)
+    how = cache.arrangement
+    calls = [Call(launch, "", number, lse, arrangement=how) for launch in static.main]
+    pools = (query, *cache.pools, *owned_scales(cache), *which)
     out, log, _ = _launch(static, calls, pools, fields)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
@@ -320,7 +321,7 @@ def _check_plan(plan: object) -> None:
 
 def check_cache(cache: object, plan: Plan) -> None:
     _check_plan(plan)
-    if not isinstance(cache, (CacheHandle, CacheArrays)):
+    if not isinstance(cache, (CacheHandle, CacheArrays, ArrangedArrays)):
         raise FrameworkError(
             "cache",
             given=f"{type(cache).__module__}.{type(cache).__name__}",
@@ -343,6 +344,8 @@ def check_cache(cache: object, plan: Plan) -> None:
                 remedy="Inside jax.shard_map, split the handle over the mesh axis of its shards.",
             )
         return
+    if isinstance(cache, ArrangedArrays):
+        return  # checked by whoever made it, who knows the caller's names
     shape = cache.spec
     _check_array("cache.k", cache.k, shape.key_shape, shape.storage_dtype, POOL_REMEDY)
     _check_array("cache.v", cache.v, shape.value_shape, shape.storage_dtype, POOL_REMEDY)

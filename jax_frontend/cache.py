@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, final
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from interop.spec import AttentionSpec, CacheSpec
 from torch_backend import PagedKVCache
 from torch_backend.cache import checked_scales
 from torch_backend.writing import warm
+
+from .arranged import ArrangedArrays
 
 __all__ = [
     "CacheArrays",
@@ -87,6 +89,16 @@ class CacheArrays:
     v: jax.Array
     spec: CacheSpec
     scales: jax.Array | None = None
+    arrangement: ClassVar[str] = ""
+
+    @property
+    def pools(self) -> tuple[jax.Array, ...]:
+        """The arrays that calls take, in order."""
+        return self.k, self.v
+
+    def with_pools(self, pools: Sequence[jax.Array]) -> CacheArrays:
+        """Return the cache with the pools that a call made."""
+        return replace(self, k=pools[0], v=pools[1])
 
 
 def owned_token(cache: CacheHandle) -> jax.Array:
@@ -101,7 +113,7 @@ def owned_token(cache: CacheHandle) -> jax.Array:
     return jnp.maximum(cache.token, 0)
 
 
-def owned_scales(cache: CacheHandle | CacheArrays) -> tuple[jax.Array, ...]:
+def owned_scales(cache: CacheHandle | CacheArrays | ArrangedArrays) -> tuple[jax.Array, ...]:
     """Scales that are operands, in memory of the program's own as `owned_token` has the token.
 
     Those of a torch-owned cache are found with its pools. The others are no smaller than the

@@ -17,6 +17,7 @@ from torch_backend.dispatch import run
 from torch_backend.kernels import FAMILIES, Operands, torch_view
 from torch_backend.writing import write_rows
 
+from .arranged import NUM_POOLS, pool_views
 from .cache import find_cache
 
 __all__: list[str] = []
@@ -54,12 +55,15 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
             if scaled:
                 scales = own.scales, next(rest)
         else:
-            key, value = next(rest), next(rest)
-            if launch.source == "pages" and call.layer != WHOLE_POOL:
+            pools = [next(rest) for _ in range(NUM_POOLS[call.arrangement])]
+            if launch.source == "pages":
                 assert launch.cache is not None
-                key, value = layer_pools(
-                    torch_view(key), torch_view(value), launch.cache, call.layer
-                )
+                key, value = pool_views(call.arrangement, pools, launch.cache)
+                if call.layer != WHOLE_POOL:
+                    views = torch_view(key), torch_view(value)
+                    key, value = layer_pools(*views, launch.cache, call.layer)
+            else:
+                key, value = pools
             if scaled:
                 scales = next(rest), next(rest)
         metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
@@ -95,10 +99,11 @@ def _append(call: Call, buffers: Sequence[Any]) -> None:
                 scales = own.scales, torch_view(buffers[4])
             _pass_on(token, result)
         else:
-            key_pool, value_pool = (torch_view(buffer) for buffer in buffers[-2:])
-            pools = layer_pools(key_pool, value_pool, cache, call.layer)
+            count = NUM_POOLS[call.arrangement]
+            views = pool_views(call.arrangement, buffers[-count:], cache)
+            pools = layer_pools(torch_view(views[0]), torch_view(views[1]), cache, call.layer)
             if cache.quantized:
-                scales = torch_view(buffers[5]), torch_view(buffers[6])
+                scales = torch_view(buffers[3 + count]), torch_view(buffers[4 + count])
         write_rows(key, value, *pools, cache, slots, *scales)
 
 

@@ -17,10 +17,24 @@ import torch
 from interop.errors import VersionError
 from interop.spec import NVFP4_DTYPES, CacheSpec
 
-__all__ = ["append_arrays"]
+__all__ = ["append_arrays", "is_recorded"]
 
 # Operands of the kernels that are pools, and the results that lie in the same memory.
 POOLS_IN_PLACE = {5: 0, 6: 1}
+
+
+# What jax-triton's launches are called in a program. XLA records them in a CUDA graph only where
+# its flag ``--legacy_command_buffer_custom_call_targets`` names them.
+TARGET = "triton_kernel_call"
+
+
+def is_recorded() -> bool:
+    """Whether XLA may record jax-triton's launches together with the calls around them.
+
+    Where it may not, each of them cuts a recorded step in two, and the attention between two
+    writes is then launched from Python, step for step.
+    """
+    return TARGET in os.environ.get("XLA_FLAGS", "")
 
 
 def append_arrays(

@@ -237,4 +237,5 @@ def test_scales_are_read_anew_by_a_recorded_call() -> None:
     step.cache.set_scales(step.cache.scales * 3.0)
     graph.replay()
     assert torch.equal(out, torch_backend.attend(step.query, step.cache, plan, step.layer))
-    assert_within("out", out.float().cpu().numpy(), step.want()[0], 3e-2)
+    # Values are three times those of the other tests.
+    assert_within("out", out.float().cpu().numpy(), step.want()[0], 9e-2)

@@ -379,6 +379,9 @@ def test_fa2_scales_the_rows_of_its_own_requests_alone(
     operands.out.fill_(2.0)
     call = _run(static.main[0], operands, modules)
     assert call["q"].shape == (3, 8, 64)
+    # FlashInfer compares the two.
+    assert call["maybe_lse"].shape == (3, 8)
+    assert call["maybe_lse"].data_ptr() == operands.lse.data_ptr()
     assert (operands.out[3:] == 2.0).all()
     assert not (operands.out[:3] == 2.0).any()
 

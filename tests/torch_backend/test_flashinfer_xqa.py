@@ -617,6 +617,20 @@ def test_modules_of_a_spec_with_an_8_bit_cache() -> None:
         assert [key for key in keys if key.kv_dtype == arguments["cache_dtype"]]
 
 
+def test_modules_of_an_8_bit_cache_are_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[abi.ModuleKey] = []
+    monkeypatch.setattr(abi, "build", asked.append)
+    arguments = "--cache-dtype float8_e4m3fn --group-size 4 --page-size 16 --capability 9.0"
+    assert prebuild.main(arguments.split()) == 0
+    fa2 = abi.ModuleKey("fa2", "bfloat16", 128)
+    assert set(asked) == {
+        fa2,
+        replace(fa2, kv_dtype="float8_e4m3fn"),
+        abi.ModuleKey("fa3", "bfloat16", 128),
+        KEYS["8-bit"],
+    }
+
+
 # TRITON_INTERPRET has to be set before Triton is imported, hence a process of its own. The
 # interpreter cuts bfloat16 off where a GPU rounds, so queries have 16 bits of another kind here.
 SCRIPT = """

@@ -121,6 +121,9 @@ class ModuleKey:
         return f"{self.backend} {self.dtype} head_dim {self.head_dim}{text}"
 
 
+_importing = threading.Lock()
+
+
 def jit_spec(key: ModuleKey) -> Any:
     """FlashInfer's description of a module: ``name``, ``is_compiled``, ``build``, ``load``.
 
@@ -132,9 +135,13 @@ def jit_spec(key: ModuleKey) -> Any:
         If FlashInfer is missing or outside the range.
     """
     check_version()
+    with _importing:
+        # FlashInfer's modules import one another in a circle, which threads must not enter from
+        # two sides at once.
+        xqa = importlib.import_module("flashinfer.jit.xqa")
+        modules = importlib.import_module("flashinfer.jit.attention.modules")
     dtype, kv_dtype = getattr(torch, key.dtype), getattr(torch, key.kv_dtype)
     if key.backend == "xqa":
-        xqa = importlib.import_module("flashinfer.jit.xqa")
         one_token = 1
         return xqa.gen_xqa_module(
             dtype,
@@ -146,7 +153,6 @@ def jit_spec(key: ModuleKey) -> Any:
             dtype,
             one_token,
         )
-    modules = importlib.import_module("flashinfer.jit.attention.modules")
     generate = {
         # Keys and values lie in pools of equal strides, which halves the module.
         "fa2": modules._gen_batch_prefill_primary_module,

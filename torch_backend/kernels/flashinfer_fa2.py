@@ -146,10 +146,12 @@ class FA2Family:
     def run(self, launch: Launch, operands: Operands) -> None:
         """See `KernelFamily.run`."""
         call = _ready_fa2(launch)
-        metadata, query = operands.metadata, operands.query
+        metadata, query, lse = operands.metadata, operands.query, operands.lse
         scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
         if scaled:
             query = _scaled_query(launch, operands)
+            # The kernel insists that the two have as many rows.
+            lse = None if lse is None else _rows_of(launch, lse)
         # Without splitting nothing is written there, but the kernel asks it for the device.
         scratch = operands.out if operands.scratch is None else operands.scratch
         if launch.source == "pages":
@@ -165,7 +167,7 @@ class FA2Family:
                 metadata["page_indices"],
                 metadata["kv_last_page_len"],
                 operands.out,
-                operands.lse,
+                lse,
                 *call.options,
             )
         else:
@@ -179,7 +181,7 @@ class FA2Family:
                 metadata["qo_indptr"],
                 metadata["fa2_own_kv_indptr"],
                 operands.out,
-                operands.lse,
+                lse,
                 *call.options,
             )
         if scaled:

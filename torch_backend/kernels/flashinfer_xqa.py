@@ -4,9 +4,9 @@ They need no plan: a table of pages and a length for each query row. Each row's 
 the same number of parts, whose partial results are merged by the thread block that comes last;
 blocks count themselves in semaphores.
 
-Over 8-bit pages the kernel multiplies in 8 bits, so it rounds the query to e4m3 and the softmax
-weights as well. Its copy engine brings pages whole, and values past a request's end are multiplied
-by 0: they must be finite, which what this library writes is wherever the caller's own values are.
+Over 8-bit pages the kernel multiplies in 8 bits: it rounds the query to e4m3, beyond 448 to that,
+and the softmax weights as well. Its copy engine brings pages whole, and values past a request's end
+are multiplied by 0, so they must be finite, as all is that this library writes for finite values.
 """
 
 from __future__ import annotations
@@ -183,8 +183,11 @@ class XQAFamily:
             fields["xqa_rows"][_flags_at(rows) :].view(np.uint8)[:rows] = kv_lens == 0
         else:
             assert kv_lens.all()
-        columns = np.arange(width, dtype=np.int32)
-        in_use = columns < counts[:, None]
+        # Runs of entries that are in use and of others, row after row.
+        kinds, runs = np.zeros((rows, 2), np.bool_), np.empty((rows, 2), np.intp)
+        kinds[:, 0], runs[:, 0] = True, counts
+        np.subtract(width, counts, out=runs[:, 1])
+        in_use = kinds.repeat(runs.reshape(-1)).reshape(rows, width)
         table = fields["xqa_page_table"].reshape(rows, width)
         table.fill(0)
         indices = fields["page_indices"]
@@ -192,7 +195,8 @@ class XQAFamily:
             table[in_use] = indices[: lengths.kv_indptr[-1]]
         else:
             # Some requests have pages and no query.
-            table[in_use] = indices[(lengths.kv_indptr[request][:, None] + columns)[in_use]]
+            places = lengths.kv_indptr[request][:, None] + np.arange(width)
+            table[in_use] = indices[places[in_use]]
 
     def _write_instead(
         self,
