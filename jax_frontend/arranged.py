@@ -19,11 +19,19 @@ from interop.spec import CacheSpec
 from torch_backend.kernels import torch_view
 from torch_backend.writing import warm
 
-__all__ = ["HEADS_FIRST", "INTERLEAVED", "NUM_POOLS", "ArrangedArrays", "pool_views", "warm_writes"]
+__all__ = [
+    "HEADS_FIRST",
+    "IN_TURN",
+    "NUM_POOLS",
+    "SIDE_BY_SIDE",
+    "ArrangedArrays",
+    "pool_views",
+    "warm_writes",
+]
 
-INTERLEAVED, HEADS_FIRST = "interleaved", "heads_first"
+IN_TURN, SIDE_BY_SIDE, HEADS_FIRST = "in_turn", "side_by_side", "heads_first"
 # Arrays of each arrangement; that without a name is `CacheArrays`'.
-NUM_POOLS = {"": 2, INTERLEAVED: 1, HEADS_FIRST: 2}
+NUM_POOLS = {"": 2, IN_TURN: 1, SIDE_BY_SIDE: 1, HEADS_FIRST: 2}
 
 
 @final
@@ -34,11 +42,12 @@ class ArrangedArrays:
     Parameters
     ----------
     pools
-        ``"interleaved"``: one array ``[num_layers * num_pages, page_size, rows, width]``. Row
-        ``2 * h`` has the key of head ``h`` and row ``2 * h + 1`` its value, from the first column
-        on; further rows and columns are padding.
+        ``"in_turn"``: one array ``[num_layers * num_pages, page_size, *rows, width]``, where rows
+        may be several dimensions. Row ``2 * h`` has the key of head ``h`` and row ``2 * h + 1`` its
+        value. Further rows, and columns beyond a head's, are padding.
+        ``"side_by_side"``: the same, but row ``h`` has the key of head ``h`` and then its value.
         ``"heads_first"``: keys and values, ``[num_kv_heads, num_layers * num_pages, page_size,
-        width]``.
+        width]`` each.
     arrangement
         Which of these.
     spec
@@ -67,9 +76,13 @@ def pool_views(arrangement: str, buffers: Sequence[Any], spec: CacheSpec) -> tup
     buffers
         The pools, as many as `NUM_POOLS` says.
     """
-    if arrangement == INTERLEAVED:
-        both, rows = torch_view(buffers[0]), 2 * spec.num_kv_heads
-        return both[:, :, 0:rows:2, : spec.head_dim], both[:, :, 1:rows:2, : spec.head_dim_v]
+    heads, width, end = spec.num_kv_heads, spec.head_dim, spec.head_dim + spec.head_dim_v
+    if arrangement == IN_TURN:
+        rows = torch_view(buffers[0]).flatten(2, -2)[:, :, : 2 * heads]
+        return rows[:, :, 0::2, :width], rows[:, :, 1::2, : spec.head_dim_v]
+    if arrangement == SIDE_BY_SIDE:
+        rows = torch_view(buffers[0]).flatten(2, -2)[:, :, :heads]
+        return rows[..., :width], rows[..., width:end]
     key, value = buffers
     if arrangement == HEADS_FIRST:
         return torch_view(key).permute(1, 2, 0, 3), torch_view(value).permute(1, 2, 0, 3)
@@ -77,8 +90,8 @@ def pool_views(arrangement: str, buffers: Sequence[Any], spec: CacheSpec) -> tup
 
 
 @cache
-def warm_writes(spec: CacheSpec, page: tuple[int, int, int], device: int) -> None:
-    """Load on a GPU what writes to an interleaved array whose pages are ``[page_size, ...]``."""
+def warm_writes(spec: CacheSpec, arrangement: str, page: tuple[int, ...], device: int) -> None:
+    """Load on a GPU what writes to one array whose pages have the shape `page`."""
     where = torch.device("cuda", device)
     pool = torch.empty((1, *page), dtype=getattr(torch, spec.storage_dtype), device=where)
-    warm(spec, where, [pool_views(INTERLEAVED, [pool], spec)])
+    warm(spec, where, [pool_views(arrangement, [pool], spec)])

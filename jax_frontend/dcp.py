@@ -2,6 +2,10 @@
 
 The arithmetic is that of `torch_backend.dcp`; the collectives are XLA's, and the local attention
 is the same custom call.
+
+On virtual CPU devices, XLA may wait for itself forever where more than 32 steps with collectives
+are in flight over all of them: read a result more often than that, or make twice as many devices
+as ranks.
 """
 
 from __future__ import annotations
@@ -182,7 +186,8 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: An
     cache, plan, layer
         As for `jax_frontend.append`; the cache is this rank's.
     """
-    _check_plan(plan)
+    _check_kind(plan)
+    _check_part(plan)
     return attention.append(key, value, cache, plan.context, layer)
 
 
@@ -302,19 +307,23 @@ def _with_own_rows(
     return merge_states(out, lse, *own)
 
 
-def _check_plan(plan: object) -> None:
+def _check_kind(plan: object) -> None:
     if not isinstance(plan, DCPPlan) or not isinstance(plan.context, AttentionPlan):
         raise ArgumentError(
             "plan",
             given=f"a {type(plan).__name__}",
             wanted="a plan from jax_frontend.dcp.plan",
         )
-    words, shape = plan.context.static.layout.words, getattr(plan.context.metadata, "shape", None)
-    if isinstance(plan.context.metadata, jax.Array) and shape != (words,):
+
+
+def _check_part(plan: Plan) -> None:
+    """Refuse a plan that is not one rank's; one of another framework is refused elsewhere."""
+    metadata, words = plan.context.metadata, plan.context.static.layout.words
+    if isinstance(metadata, jax.Array) and metadata.shape != (words,):
         raise PlanError(
             "plan",
-            given=f"metadata {list(plan.context.metadata.shape)} of all ranks",
-            wanted=f"[{words}], that of one rank",
+            given=f"metadata {list(metadata.shape)}, not that of one rank",
+            wanted=f"[{words}]",
             remedy="Give shard_map in_specs of PartitionSpec(axis_name) for the plan.",
         )
 
@@ -329,6 +338,7 @@ def _check_call(
     combine: str,
 ) -> None:
     """Refuse, while the program is traced, what does not fit."""
+    _check_kind(plan)
     check_combine(combine)
     try:
         size = jax.lax.axis_size(axis_name)
@@ -338,13 +348,13 @@ def _check_call(
             given=f"{axis_name!r}, which is no axis here",
             wanted="an axis of the mesh of the jax.shard_map that this is called in",
         ) from error
-    _check_plan(plan)
     if size != plan.shards.size:
         raise PlanError(
             "axis_name",
             given=f"{axis_name!r} of {size} devices",
             wanted=f"the axis of {plan.shards.size} devices that the plan was made for",
         )
+    _check_part(plan)
     attention.check_cache(cache, plan.context)
     _check_shards(cache, size)
     spec, tokens = plan.spec, plan.num_tokens
@@ -353,13 +363,13 @@ def _check_call(
     attention.check_key_value(key, value, plan.context)
 
 
-def _check_shards(cache: CacheHandle | CacheArrays, size: int) -> None:
+def _check_shards(cache: object, size: int) -> None:
     """Refuse a torch-owned cache that several ranks would share, each taking it for its own.
 
     Of several processes each has its own ranks' shards only, and an exported program's cache may
     be made later.
     """
-    if isinstance(cache, CacheArrays) or jax.process_count() > 1:
+    if not isinstance(cache, CacheHandle) or jax.process_count() > 1:
         return
     try:
         count = len(find_cache(cache.name))

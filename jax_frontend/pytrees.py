@@ -10,7 +10,8 @@ import jax
 
 from interop.dcp import DCPPlan
 from interop.plan import AttentionPlan, PlanStatic
-from interop.spec import CacheSpec
+from interop.sharding import TokenShards
+from interop.spec import AttentionSpec, CacheSpec
 
 from .cache import CacheArrays, CacheHandle, flatten_handle, unflatten_handle
 
@@ -44,6 +45,11 @@ _serialize(
 jax.tree_util.register_dataclass(
     DCPPlan, data_fields=["context", "own"], meta_fields=["spec", "shards"]
 )
+_serialize(
+    DCPPlan,
+    lambda aux: json.dumps([asdict(part) for part in aux]).encode(),
+    lambda data: (AttentionSpec(**json.loads(data)[0]), TokenShards(**json.loads(data)[1])),
+)
 
 jax.tree_util.register_pytree_node(CacheHandle, flatten_handle, unflatten_handle)
 _serialize(
@@ -52,5 +58,7 @@ _serialize(
     lambda data: (json.loads(data)[0], CacheSpec(**json.loads(data)[1])),
 )
 
-jax.tree_util.register_dataclass(CacheArrays, data_fields=["k", "v", "scales"], meta_fields=["spec"])
+jax.tree_util.register_dataclass(
+    CacheArrays, data_fields=["k", "v", "scales"], meta_fields=["spec"]
+)
 _serialize(CacheArrays, lambda aux: _write_spec(aux[0]), lambda data: (_read_spec(data),))

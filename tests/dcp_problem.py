@@ -16,6 +16,8 @@ from problem import NUMPY_DTYPES, Array, bits
 
 from interop import AttentionSpec, Bucket, RaggedBatch
 
+SMALL = AttentionSpec(8, 2, 8)
+
 # An entry of a page table that nobody may read.
 NOBODY = 2**30
 
@@ -140,6 +142,7 @@ def shared(
     rng = np.random.default_rng(seed)
     counts = [-(-length // sizes.round) for length in kv_lens]
     table = np.full((len(kv_lens), max(1, *counts)), NOBODY, np.int32)
+    assert sum(counts) <= sizes.num_pages
     order = rng.permutation(sizes.num_pages)[: sum(counts)]
     for row, pages in zip(table, np.split(order, np.cumsum(counts)[:-1]), strict=True):
         row[: len(pages)] = pages
@@ -171,6 +174,12 @@ def shared(
     for each in rows:
         each[batch.num_tokens :] = np.nan
     return Shared(spec, sizes, dtype, batch, bucket, *rows, *pools)
+
+
+def small_step() -> Shared:
+    """A mixed batch over four ranks, the same wherever it is made."""
+    sizes, bucket = Sizes(4, 2), Bucket(6, 13, 20)
+    return shared(SMALL, sizes, [1, 5, 0, 4, 1], [5, 37, 3, 17, 1], bucket=bucket)
 
 
 def assert_dealt(problem: Shared, rank: int, got: Any, want: Any) -> None:

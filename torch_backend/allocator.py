@@ -12,29 +12,28 @@ from interop.host import IntArray, count_of, host_ints
 
 from .arrivals import Arrival, arrival, arrivals
 from .page_copies import CopyPages, PendingCopies
-from .page_pool import AllocatorStats, PagePool
+from .page_pool import AllocatorStats, Mask, PagePool
 from .page_rows import PageRows, counts_of
+from .prefixes import NO_PAGES, Ints
 
 __all__ = ["AllocatorStats", "CopyPages", "PageAllocator"]
 
-Columns = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-ALL: Mask = np.array([True])
+ONE = np.array([True])
 
 
 class PageAllocator:
     """Hands out the pages of one layer's range to requests, which share what they have in common.
 
-    The same page ids serve every layer of a cache, so one allocator serves one cache. It lives on
-    the host and is for one thread at a time. A call that raises has changed nothing. A page that a
-    request owns stays its page, unless it has to be copied before it is written.
+    The same page ids serve every layer of a cache, so one allocator serves one cache. It is for one
+    thread at a time. A call that raises has changed nothing. A page stays with a request until
+    that is freed, or until it has to be copied before it is written.
 
     *Writing.* `allocate` and `extend` announce that tokens up to `num_tokens` will be written,
     `make_writable` that some will be written again; nothing else may be. Pages that others see as
     well are replaced by copies then: `take_copies` says which the device has to make.
 
-    *Sharing.* `fork` lets a request begin with pages of another. `allocate` with token ids begins
-    with pages that hold the same prefix, among those that `commit` has published.
+    *Sharing.* A `fork` begins with the pages of another request. `allocate` with token ids begins
+    with pages that hold the same prefix, of those that `commit` has published.
 
     Parameters
     ----------
@@ -50,17 +49,17 @@ class PageAllocator:
         self, num_pages: int, page_size: int, *, reserved: int = 0, low_watermark: int = 0
     ) -> None:
         num_pages, page_size = count_of("num_pages", num_pages), count_of("page_size", page_size)
-        for name, size in (("num_pages", num_pages), ("page_size", page_size)):
-            if not size:
-                raise ArgumentError(name, given=size, wanted="a positive integer")
         reserved = count_of("reserved", reserved)
         low_watermark = count_of("low_watermark", low_watermark)
-        for name, size, most in (
-            ("reserved", reserved, num_pages - 1),
-            ("low_watermark", low_watermark, num_pages - reserved - 1),
+        total = num_pages - reserved
+        for name, size, good, wanted in (
+            ("num_pages", num_pages, num_pages > 0, "a positive integer"),
+            ("page_size", page_size, page_size > 0, "a positive integer"),
+            ("reserved", reserved, total > 0, f"a number from 0 to {num_pages - 1}"),
+            ("low_watermark", low_watermark, low_watermark < total, f"less than {total} pages"),
         ):
-            if size > most:
-                raise ArgumentError(name, given=size, wanted=f"a number from 0 to {most}")
+            if not good:
+                raise ArgumentError(name, given=size, wanted=wanted)
         self.page_size, self.low_watermark = page_size, low_watermark
         self._pool = PagePool(num_pages, page_size, reserved)
         self._rows = PageRows(page_size)
@@ -109,13 +108,11 @@ class PageAllocator:
             Tokens to have room for.
         tokens
             Ids ``[n]`` of the first of them; int32 arrays are read fastest. Published pages that
-            hold these tokens are shared instead of being computed again. `num_cached_tokens` says
-            how many tokens they hold: whole pages, and never all `n`, since the last one has to
-            be computed for what follows it.
+            hold these are shared, and need not be computed again. `num_cached_tokens` says how
+            many tokens that are: whole pages, never all `n`, for the last one's output is needed.
         namespace
-            Requests find only prefixes of requests whose namespace is equal. What else decides on
-            keys and values (adapter, images, version of the weights), and who may gain from whom
-            (tenant), belongs into it.
+            Requests find only what requests with an equal namespace have published. So it names
+            what besides tokens decides on keys and values (adapter, images, weights), or a tenant.
 
         Returns
         -------
@@ -127,8 +124,7 @@ class PageAllocator:
         OutOfPagesError
             If fewer pages than `low_watermark` would be left.
         ArgumentError
-            If the request owns pages already, or `tokens` are no integers or more than
-            `num_tokens`.
+            If the request owns pages, or `tokens` are no integers or more than `num_tokens`.
         """
         count = count_of("num_tokens", num_tokens)
         self._rows.check_new([request])
@@ -159,9 +155,9 @@ class PageAllocator:
         """
         counts = counts_of(requests, num_tokens).tolist()
         self._rows.check_new(requests)
-        arriving = arrivals(self._pool.prefixes, counts, tokens, namespaces)
-        self._admit(requests, arriving)
-        return self.page_size * np.array([new.found.size for new in arriving], np.int32)
+        news = arrivals(self._pool.prefixes, counts, tokens, namespaces)
+        self._admit(requests, news)
+        return self.page_size * np.array([new.found.size for new in news], np.int32)
 
     def extend(self, request: Hashable, num_tokens: int) -> IntArray:
         """Grow a request to hold `num_tokens` tokens in all; returns the ids it was given.
@@ -184,15 +180,17 @@ class PageAllocator:
         if wanted > length and length % self.page_size:
             # It is not published, since only full pages are.
             copied = int(pool.owners.item(rows.table.item(row, have - 1)) > 1)
+        pages = NO_PAGES
         if need - have + copied:
-            pool.check(f"request {request!r} needs", need - have + copied)
+            pool.check([request], need - have + copied)
             rows.widen(need)
             pages = pool.take(need - have + copied)
             if copied:
-                self._replace(row, np.array([have - 1]), pages[:1], ALL)
-            rows.table[row, have:need] = pages[copied:]
+                self._replace(row, np.array([have - 1]), pages[:1], ONE)
+                pages = pages[1:]
+            rows.table[row, have:need] = pages
         rows.lengths[row] = wanted
-        return rows.table[row, have:need].copy()
+        return pages.astype(np.int32)
 
     def extend_many(self, requests: Sequence[Hashable], num_tokens: npt.ArrayLike) -> None:
         """Extend all of several requests, or raise what `extend` does for none.
@@ -213,12 +211,12 @@ class PageAllocator:
         partial = np.flatnonzero((counts > lengths) & (lengths % size != 0))
         copied = partial[pool.all_but_last_owner(rows.table[row[partial], have[partial] - 1])]
         total = int(extra.sum()) + copied.size
-        pool.check(f"{row.size} requests need", total)
+        pool.check(requests, total)
         if total:
             rows.widen(int((have + extra).max()))
             pages = pool.take(total)
             for i, page in zip(copied.tolist(), pages[:, None], strict=False):
-                self._replace(row.item(i), have[i : i + 1] - 1, page, ALL)
+                self._replace(row.item(i), have[i : i + 1] - 1, page, ONE)
             rows.place(row, have, extra, pages[copied.size :])
         rows.lengths[row] = counts
 
@@ -250,13 +248,15 @@ class PageAllocator:
             raise LengthError("num_tokens", given=count, wanted=f"at most the parent's {length}")
         need = self._pages_for(count)
         shared = need if count == length else count // self.page_size
-        self._pool.check(f"request {child!r} needs", need - shared)
+        self._pool.check([child], need - shared)
         row = rows.add(child, count, rows.namespaces[source])
-        rows.table[row, :shared] = rows.table[source, :shared]
-        self._pool.share(rows.table[row, :shared])
+        pages = rows.pages(source, 0, shared)
+        self._pool.share(pages)
+        rows.table[row, :shared] = pages
         if shared < need:
-            rows.table[row, shared:need] = self._pool.take(1)
-            self._copies.add(rows.table[source, shared:need], rows.table[row, shared:need])
+            page = self._pool.take(1)
+            rows.table[row, shared:need] = page
+            self._copies.add(rows.pages(source, shared, need), page)
         rows.cached[row] = count
         rows.published[row] = min(rows.published.item(source), count // self.page_size)
         self._num_forks += 1
@@ -290,10 +290,10 @@ class PageAllocator:
                 wanted=f"some of the {length} tokens of request {request!r}",
                 remedy="Use extend to grow a request.",
             )
-        columns = np.arange(first // size, self._pages_for(end) if count else 0)
-        columns = columns[~self._pool.writable(rows.table[row, columns])]
+        start, stop = first // size, self._pages_for(end) if count else 0
+        columns = start + np.flatnonzero(~self._pool.writable(rows.pages(row, start, stop)))
         if columns.size:
-            self._pool.check(f"request {request!r} needs", columns.size)
+            self._pool.check([request], columns.size)
             kept = (columns * size < first) | (((columns + 1) * size > end) & (end < length))
             self._replace(row, columns, self._pool.take(columns.size), kept)
             rows.published[row] = min(rows.published.item(row), columns.item(0))
@@ -332,7 +332,7 @@ class PageAllocator:
             raise LengthError("tokens", given=f"{ids.size} token ids", wanted=wanted)
         full, known = ids.size // size, rows.published.item(row)
         if full > known:
-            pages, ids = rows.table[row, :full], ids[: full * size].reshape(full, size)
+            pages, ids = rows.pages(row, 0, full), ids[: full * size].reshape(full, size)
             prefixes, namespace = self._pool.prefixes, rows.namespaces[row]
             rows.published[row] = prefixes.publish(pages, ids, known, namespace)
 
@@ -345,7 +345,7 @@ class PageAllocator:
             If the request is unknown, which a second `free` makes it.
         """
         row = self._rows.row(request)
-        self._pool.release(self._rows.table[row, : self._rows.count(row)])
+        self._pool.release(self._rows.pages(row, 0, self._rows.count(row)))
         self._rows.drop(request)
 
     def pages(self, request: Hashable) -> IntArray:
@@ -373,21 +373,19 @@ class PageAllocator:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _admit(self, requests: Sequence[Hashable], arriving: Sequence[Arrival]) -> None:
+    def _admit(self, requests: Sequence[Hashable], news: Sequence[Arrival]) -> None:
         """Let new requests in, or raise."""
         rows, pool = self._rows, self._pool
-        found = [new.found for new in arriving]
-        needs = [self._pages_for(new.num_tokens) for new in arriving]
+        found = [new.found for new in news]
+        needs = [self._pages_for(new.num_tokens) for new in news]
         total = sum(needs) - sum(pages.size for pages in found)
-        many = len(requests) != 1
-        what = f"{len(requests)} requests need" if many else f"request {requests[0]!r} needs"
-        pool.check(what, total, found, self.low_watermark)
+        pool.check(requests, total, found, self.low_watermark)
         rows.widen(max(needs, default=0))
         # Before any page is taken, since those that are found may be next to be evicted.
         for pages in found:
             pool.share(pages)
         taken, at = pool.take(total), 0
-        for request, new, need in zip(requests, arriving, needs, strict=True):
+        for request, new, need in zip(requests, news, needs, strict=True):
             row, start = rows.add(request, new.num_tokens, new.namespace), new.found.size
             rows.table[row, :start] = new.found
             rows.table[row, start:need] = taken[at : at + need - start]
@@ -396,9 +394,9 @@ class PageAllocator:
             self._lookup_tokens += new.num_ids
             self._hit_tokens += start * self.page_size
 
-    def _replace(self, row: int, columns: Columns, pages: IntArray, kept: Mask) -> None:
-        """Put other pages into columns of a row, and have the contents of those `kept` copied."""
-        old = self._rows.table[row, columns]
+    def _replace(self, row: int, columns: Ints, pages: Ints, kept: Mask) -> None:
+        """Put other pages into columns of a row, and have what is in those `kept` copied."""
+        old = self._rows.table[row, columns].astype(np.int64)
         self._rows.table[row, columns] = pages
         self._copies.add(old[kept], pages[kept])
         self._pool.release(old)

@@ -8,6 +8,8 @@ import numpy as np
 
 from interop.host import IntArray
 
+from .prefixes import Ints
+
 __all__ = ["CopyPages", "PendingCopies"]
 
 
@@ -48,15 +50,13 @@ class PendingCopies:
     def __len__(self) -> int:
         return len(self._source)
 
-    def add(self, source: IntArray, target: IntArray) -> None:
+    def add(self, source: Ints, target: Ints) -> None:
         """Collect copies from pages ``[n]`` to pages ``[n]``, which have just been handed out."""
         for first, second in zip(source.tolist(), target.tolist(), strict=True):
-            # What is to be copied may be a copy that has not been made yet, and a page that was to
-            # be a copy may have been freed and handed out again. It then goes to the end, behind
-            # the pairs that read it.
-            first = self._source.get(first, first)
-            self._source.pop(second, None)
-            self._source[second] = first
+            # What is to be copied may be a copy that has not been made yet. So no pair reads what
+            # one before it writes, and a page that was freed and handed out as the target of
+            # another pair may replace the first, wherever that stands.
+            self._source[second] = self._source.get(first, first)
         self.total += source.size
 
     def take(self) -> CopyPages:

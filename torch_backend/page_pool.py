@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from interop.errors import OutOfPagesError
-from interop.host import IntArray
 
-from .prefixes import PrefixIndex
+from .prefixes import Ints, PrefixIndex
 
-__all__ = ["AllocatorStats", "PagePool"]
+__all__ = ["AllocatorStats", "Mask", "PagePool"]
+
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PagePool:
     A page whose last owner leaves is *cached* if it is published under its prefix, else *free*.
     Cached pages become free in the order in which they were left, the last page of a request
     before those it builds on, and only when no page is free. Callers see to it that there are
-    enough.
+    enough. Page ids are int64 here, see `Ints`.
 
     Parameters
     ----------
@@ -83,12 +84,13 @@ class PagePool:
         self.prefixes = PrefixIndex(num_pages, page_size)
         self.owners = np.zeros(num_pages, np.int32)
         # Free pages are a stack whose top is `num_free`; low ids leave first.
-        self._free = np.arange(num_pages - 1, reserved - 1, -1, dtype=np.int32)
+        self._free = np.arange(num_pages - 1, reserved - 1, -1, dtype=np.int64)
         self.total = self.num_free = self._free.size
         self.num_cached = self.num_evicted = 0
-        # Cached pages in the order in which they were left. An entry counts while its page points
-        # back at it, so that a page which is owned again leaves the queue without a search.
-        self._queue = np.zeros(2 * self.total, np.int32)
+        # Cached pages in the order in which they were left. An entry from `_head` to `_tail` counts
+        # while its page points back at it, so that a page which is owned again leaves the queue
+        # without a search.
+        self._queue = np.zeros(2 * self.total, np.int64)
         self._place = np.full(num_pages, -1, np.int64)
         self._head = self._tail = 0
 
@@ -108,7 +110,7 @@ class PagePool:
             "evictions": self.num_evicted,
         }
 
-    def missing(self, count: int, found: Sequence[IntArray] = (), keep: int = 0) -> int:
+    def missing(self, count: int, found: Sequence[Ints] = (), keep: int = 0) -> int:
         """How many pages are too few; 0 or less where there are enough.
 
         Parameters
@@ -120,30 +122,38 @@ class PagePool:
         keep
             Pages that have to be left.
         """
-        left = self.num_left - self._num_idle(found)
+        idle = self._num_idle(found) if found else 0
         # Who takes nothing away is not in the way of those for whom pages are kept.
-        return count + keep - left if count or left < self.num_left else 0
+        return count + keep + idle - self.num_left if count or idle else 0
 
-    def check(self, what: str, count: int, found: Sequence[IntArray] = (), keep: int = 0) -> None:
-        """Raise `OutOfPagesError` where pages are missing; `what` begins its message."""
+    def check(
+        self,
+        requests: Sequence[Hashable],
+        count: int,
+        found: Sequence[Ints] = (),
+        keep: int = 0,
+    ) -> None:
+        """Raise `OutOfPagesError` where pages are `missing` for these requests."""
         missing = self.missing(count, found, keep)
         if missing > 0:
+            one = len(requests) == 1
+            who = f"request {requests[0]!r} needs" if one else f"{len(requests)} requests need"
             kept = f" and {keep} kept for requests that run" if keep else ""
             raise OutOfPagesError(
-                f"{what} {count} more pages of {self._page_size} tokens, "
+                f"{who} {count} more pages of {self._page_size} tokens, "
                 f"{self.num_left - self._num_idle(found)} are free{kept}: {missing} missing. "
                 "Free a finished request, wait, or make the cache larger.",
                 missing=missing,
             )
 
-    def _num_idle(self, found: Sequence[IntArray]) -> int:
+    def _num_idle(self, found: Sequence[Ints]) -> int:
         """How many pages without an owner there are in some runs of pages."""
         idle = [pages[self.owners[pages] == 0] for pages in found if pages.size]
         if len(idle) < 2:
             return sum(pages.size for pages in idle)
         return np.unique(np.concatenate(idle)).size
 
-    def all_but_last_owner(self, pages: IntArray) -> npt.NDArray[np.int64]:
+    def all_but_last_owner(self, pages: Ints) -> Ints:
         """Which of some requests has to leave its page to others, ``[at most n]`` indices.
 
         Each request ``[n]`` wants to write one page. Those that share it leave it one by one, until
@@ -159,11 +169,11 @@ class PagePool:
                 leaving.append(i)
         return np.array(leaving, np.int64)
 
-    def writable(self, pages: IntArray) -> npt.NDArray[np.bool_]:
+    def writable(self, pages: Ints) -> Mask:
         """Whether nobody else sees each of these owned pages, ``[n]`` bool."""
         return (self.owners[pages] == 1) & (self.prefixes.node[pages] == 0)
 
-    def take(self, count: int) -> IntArray:
+    def take(self, count: int) -> Ints:
         """Hand out `count` pages ``[count]``, each to one owner."""
         if count > self.num_free:
             self._evict(count - self.num_free)
@@ -172,7 +182,7 @@ class PagePool:
         self.owners[pages] = 1
         return pages
 
-    def share(self, pages: IntArray) -> None:
+    def share(self, pages: Ints) -> None:
         """Add an owner to each of these pages ``[n]``, no page twice."""
         if not pages.size:
             return
@@ -182,22 +192,22 @@ class PagePool:
         self.num_cached -= cached.size
         self.owners[pages] = owners + 1
 
-    def release(self, pages: IntArray) -> None:
+    def release(self, pages: Ints) -> None:
         """Take an owner from each of these pages ``[n]``, which follow each other in a request."""
         owners = self.owners[pages] - 1
         self.owners[pages] = owners
         left = pages[owners == 0][::-1]
-        published = self.prefixes.node[left] != 0
-        if published.any():
-            self._enqueue(left[published])
-            left = left[~published]
+        nodes = self.prefixes.node[left]
+        if np.count_nonzero(nodes):  # a fifth of the time of `any`, and most calls end here
+            self._enqueue(left[nodes != 0])
+            left = left[nodes == 0]
         self._push(left)
 
-    def _push(self, pages: IntArray) -> None:
+    def _push(self, pages: Ints) -> None:
         self._free[self.num_free : self.num_free + pages.size] = pages
         self.num_free += pages.size
 
-    def _enqueue(self, pages: IntArray) -> None:
+    def _enqueue(self, pages: Ints) -> None:
         if self._tail + pages.size > self._queue.size:
             # At most `total` entries count, so half of the queue has been used up since last time.
             entries = self._queue[self._head : self._tail]
@@ -222,7 +232,6 @@ class PagePool:
             pages = pages[at]
             missing -= pages.size
             self._head = end if missing else self._head + int(at[-1]) + 1
-            self._place[pages] = -1
             self.prefixes.forget(pages)
             self._push(pages)
         self.num_cached -= count

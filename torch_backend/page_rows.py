@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from interop.errors import ArgumentError, ShapeError
-from interop.host import IntArray, count_of, host_ints
+from interop.host import count_of, host_ints
+
+from .prefixes import Ints
 
 __all__ = ["PageRows", "counts_of"]
-
-Ints = npt.NDArray[np.int64]
 
 
 def counts_of(requests: Sequence[Hashable], num_tokens: npt.ArrayLike) -> Ints:
@@ -80,6 +80,10 @@ class PageRows:
         """Pages of the request in this row."""
         return -(-self.lengths.item(row) // self._page_size)
 
+    def pages(self, row: int, start: int, stop: int) -> Ints:
+        """Page ids from one place in a row to another, ``[stop - start]``."""
+        return self.table[row, start:stop].astype(np.int64)
+
     def check_new(self, requests: Sequence[Hashable], argument: str = "request") -> None:
         """Refuse requests that are known, that come twice, or that no dictionary can hold."""
         seen: set[Hashable] = set()
@@ -118,9 +122,7 @@ class PageRows:
 
     def drop(self, request: Hashable) -> None:
         """Forget a request that is known."""
-        row = self._row.pop(request)
-        self.namespaces[row] = None
-        self._spare.append(row)
+        self._spare.append(self._row.pop(request))
 
     def widen(self, pages: int) -> None:
         """Make rows wide enough for `pages` page ids."""
@@ -130,7 +132,7 @@ class PageRows:
             wider[:, :width] = self.table
             self.table = wider
 
-    def place(self, rows: Ints, starts: Ints, counts: Ints, pages: IntArray) -> None:
+    def place(self, rows: Ints, starts: Ints, counts: Ints, pages: Ints) -> None:
         """Write runs of page ids: `counts` of `pages` from column `starts` of `rows` on.
 
         Parameters
@@ -138,7 +140,7 @@ class PageRows:
         rows, starts, counts
             ``[n]``.
         pages
-            ``[sum(counts)]`` int32, run after run.
+            ``[sum(counts)]``, run after run.
         """
         skipped = starts - (np.cumsum(counts) - counts)
         columns = np.arange(pages.size) + np.repeat(skipped, counts)

@@ -11,13 +11,15 @@ import numpy.typing as npt
 from interop.errors import ArgumentError
 from interop.host import IntArray
 
-__all__ = ["PrefixIndex"]
+__all__ = ["NO_PAGES", "Ints", "PrefixIndex"]
 
 HashArray = npt.NDArray[np.uint64]
 
 # The odd number nearest to 2**64 over the golden ratio: multiples of it are spread evenly.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-NO_PAGES: IntArray = np.zeros(0, np.int32)
+# NumPy gathers several times as fast with 64-bit indices as with others, which it has to convert.
+Ints = npt.NDArray[np.int64]
+NO_PAGES: Ints = np.zeros(0, np.int64)
 
 
 def _mixed(values: HashArray) -> HashArray:
@@ -72,14 +74,14 @@ class PrefixIndex:
         # All pages of the nodes that have several, the one in `_page` first.
         self._same: dict[int, list[int]] = {}
 
-    def find(self, tokens: IntArray, namespace: Hashable) -> IntArray:
+    def find(self, tokens: IntArray, namespace: Hashable) -> Ints:
         """Pages ``[n]`` with the longest published prefix of `tokens`, ``[pages, page_size]``."""
         if not self._page or not len(tokens):
             return NO_PAGES
         hashes = self._hashes(tokens, 0, self._seed(namespace))
         return self._matching(tokens, self._keys(hashes, 0, namespace), 0)
 
-    def publish(self, pages: IntArray, tokens: IntArray, known: int, namespace: Hashable) -> int:
+    def publish(self, pages: Ints, tokens: IntArray, known: int, namespace: Hashable) -> int:
         """Let others find the full pages of a request.
 
         Parameters
@@ -137,7 +139,7 @@ class PrefixIndex:
         self._num_nodes += added
         return known + joined + added
 
-    def forget(self, pages: IntArray) -> None:
+    def forget(self, pages: Ints) -> None:
         """Take published pages out of the index."""
         for page, node in zip(pages.tolist(), self.node[pages].tolist(), strict=True):
             key, self._key[page] = self._key[page], None
@@ -151,7 +153,7 @@ class PrefixIndex:
                 del self._same[node]
         self.node[pages] = 0
 
-    def _join(self, pages: IntArray, found: IntArray) -> None:
+    def _join(self, pages: Ints, found: Ints) -> None:
         """Add `pages` that are not published to the nodes of pages with the same prefix."""
         private = self.node[pages] == 0
         if not private.any():
@@ -188,9 +190,9 @@ class PrefixIndex:
             keys[0] = namespace, keys[0]
         return keys
 
-    def _matching(self, tokens: IntArray, keys: list[Hashable], parent: int) -> IntArray:
+    def _matching(self, tokens: IntArray, keys: list[Hashable], parent: int) -> Ints:
         """Pages ``[n]`` under the first keys that hold these tokens behind node `parent`."""
-        pages = np.fromiter(map(self._page.get, keys, repeat(-1)), np.int32, len(keys))
+        pages = np.fromiter(map(self._page.get, keys, repeat(-1)), np.int64, len(keys))
         missed = pages < 0
         if missed.any():
             pages = pages[: missed.argmax()]

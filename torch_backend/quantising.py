@@ -1,19 +1,25 @@
 """Formats that store keys and values in 8 or 4 bits, in plain PyTorch on any device.
 
-Every step is one IEEE operation on float32, in the order that is written here, so that the Triton
-kernels which write caches give the same bytes.
+Every step is one IEEE operation on float32, in the order that is written here and never fused, so
+that the Triton kernels which write caches give the same bytes. What is rounded goes to the nearest,
+ties to even.
 
-FP8: ``stored = clamp(x / scale, -max, max)``, rounded to nearest, ties to even; NaN stays NaN.
+FP8: ``stored = fp8(clamp(x / scale, -max, max))``; NaN becomes the byte ``0x7f``.
 
 NVFP4: 16 values along a head share a block scale ``s``, itself an e4m3 number. With the head's
-global scale ``g`` and ``a = max|x|`` of the block, ``s = e4m3(min((a / 6) / g, 448))``, and each
-value is stored as the e2m1 number nearest to ``x / (s * g)``, which reads as ``e2m1 * (s * g)``.
-The variant "4-over-6" also tries ``(a / 4) / g`` in place of ``(a / 6) / g`` and keeps what has the
-smaller sum of squared errors, which wastes the largest e2m1 number but has finer steps below it.
+global scale ``g`` and ``a = max|x|`` of the block, ``s = e4m3(min((a / 6) / g, 448))`` and
+``step = s * g``. Each value is stored as ``e2m1(x / step)``, no further from 0 than 6, and reads as
+``e2m1 * step``. Where ``step`` is 0 all data are 0. NaN in a block makes ``s`` the byte ``0x7f``
+and its data 0, so that all of the block reads as NaN.
+
+The variant "4-over-6" also tries ``(a / 4) / g`` in place of ``(a / 6) / g`` and keeps it if its
+error is smaller, which wastes the largest e2m1 number but has finer steps below it. The error is
+the sum of ``m * m`` over the block from the first value to the last, ``m = |e2m1| * step - |x|``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +44,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 FP8_MAX = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": 57344.0}
 E2M1_MAX = 6.0
+# XLA takes what is less for 0.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties go to the even code.
 E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -74,15 +82,6 @@ def quantise_fp8(rows: Tensor, scale: Tensor, dtype: str) -> Tensor:
 def dequantise_fp8(stored: Tensor, scale: Tensor) -> Tensor:
     """Return ``stored * scale`` as float32; shapes as in `quantise_fp8`."""
     return stored.float().mul_(_by_head(scale))
-
-
-def _check_blocks(width: int) -> None:
-    if width % NVFP4_BLOCK:
-        raise ShapeError(
-            "rows",
-            given=f"heads of {width}",
-            wanted=f"a multiple of {NVFP4_BLOCK}, the values that share a block scale",
-        )
 
 
 def _codes(scaled: Tensor) -> Tensor:
@@ -137,7 +136,12 @@ def quantise_nvfp4(
     ShapeError
         For a width that is no multiple of 16.
     """
-    _check_blocks(rows.shape[-1])
+    if rows.shape[-1] % NVFP4_BLOCK:
+        raise ShapeError(
+            "rows",
+            given=f"heads of {rows.shape[-1]}",
+            wanted=f"a multiple of {NVFP4_BLOCK}, the values that share a block scale",
+        )
     blocks = rows.float().unflatten(-1, (-1, NVFP4_BLOCK))
     scale = _by_head(global_scale).unsqueeze(-1).expand(*blocks.shape[:-1], 1)
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -168,7 +172,8 @@ def nvfp4_regions(pool: Tensor) -> tuple[Tensor, Tensor]:
     Parameters
     ----------
     pool
-        ``[pages, d1, d2, width / 2 + width / 16]`` uint8 with any stride from page to page.
+        ``[pages, d1, d2, width / 2 + width / 16]`` uint8 with any stride from page to page; ``d1``
+        and ``d2`` are tokens and heads in ``"NHD"``, heads and tokens in ``"HND"``.
 
     Returns
     -------
@@ -179,14 +184,23 @@ def nvfp4_regions(pool: Tensor) -> tuple[Tensor, Tensor]:
     Raises
     ------
     ShapeError
-        If the bytes of a page do not lie together.
+        For rows that are no data with their scales, and if the bytes of a page do not lie together.
     """
     pages, outer, inner, row = pool.shape
-    if pool.stride()[1:] != (inner * row, row, 1) and outer * inner > 1:
+    # Of 9 bytes, 8 are 16 values and 1 is their scale.
+    if row % 9:
         raise ShapeError(
             "pool",
-            given=f"strides {pool.stride()}",
+            given=f"rows of {row} bytes",
+            wanted="width / 2 + width / 16 bytes, a multiple of 9",
+        )
+    # Strides of dimensions of size 1 mean nothing, and this leaves them out.
+    if not pool[:1].is_contiguous():
+        raise ShapeError(
+            "pool",
+            given=f"shape {list(pool.shape)} with strides {list(pool.stride())}",
             wanted="the bytes of a page side by side, since its block scales follow its data",
+            remedy="Only pages may have gaps between them, not tokens, heads or bytes.",
         )
     scales, page = row // 9, pool.stride(0)
     data = row - scales
@@ -211,8 +225,9 @@ def _largest(dtype: str) -> float:
 class ScaleCalibrator:
     """Finds scales of a cache from samples of the keys and values that it will hold.
 
-    A scale takes the largest magnitude that was seen to the largest number of the format; where
-    only zeros were seen it is 1.
+    A scale takes the largest magnitude that was seen to the largest number of the format: 448 for
+    e4m3, 57344 for e5m2, and 448 * 6 for NVFP4, whose scale is the global one. It is 1 where only
+    zeros were seen, or so little that the scale would be no normal float32.
 
     Parameters
     ----------
@@ -224,6 +239,11 @@ class ScaleCalibrator:
         Whether heads get scales of their own; else all of a layer get the largest.
     margin
         Factor on the magnitudes, for values beyond those that were seen.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+        For sizes and margins that are not positive, and formats that have no scales.
     """
 
     num_layers: int
@@ -236,11 +256,16 @@ class ScaleCalibrator:
     def __post_init__(self) -> None:
         spec = CacheSpec(self.num_layers, 1, 1, self.num_kv_heads, NVFP4_BLOCK, dtype=self.dtype)
         if not spec.quantized:
-            raise DTypeError(
-                "dtype", given=spec.dtype, wanted=f"one of {', '.join((*FP8_DTYPES, *NVFP4_DTYPES))}"
+            formats = ", ".join((*FP8_DTYPES, *NVFP4_DTYPES))
+            raise DTypeError("dtype", given=spec.dtype, wanted=f"one of {formats}")
+        if not 0.0 < self.margin < math.inf:
+            raise ArgumentError(
+                "margin", given=self.margin, wanted="a positive, finite number, often 1"
             )
         self.dtype = spec.dtype
-        self._seen = torch.zeros(spec.scales_shape)
+        # A tensor made in inference mode could be updated in that mode only.
+        with torch.inference_mode(False):
+            self._seen = torch.zeros(spec.scales_shape)
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take in samples of one layer.
@@ -268,11 +293,14 @@ class ScaleCalibrator:
                     name, given=list(rows.shape), wanted=f"[tokens, {self.num_kv_heads}, width]"
                 )
             sizes = rows.detach().float().abs()
-            largest = sizes.amax((0, 2)).cpu() if rows.shape[0] else torch.zeros(rows.shape[1])
+            largest = sizes.amax((0, 2)).cpu() if rows.numel() else torch.zeros(rows.shape[1])
             if not bool(torch.isfinite(largest).all()):
                 head = int(torch.nonzero(~torch.isfinite(largest))[0])
                 raise ArgumentError(
-                    name, given=f"{float(largest[head])} in head {head}", wanted="finite numbers"
+                    name,
+                    given=f"{float(largest[head])} in head {head}",
+                    wanted="finite numbers",
+                    remedy="Leave out rows that hold no tokens.",
                 )
             found.append(largest)
         torch.maximum(self._seen[layer], torch.stack(found), out=self._seen[layer])
@@ -282,14 +310,16 @@ class ScaleCalibrator:
         seen = self._seen
         if not self.per_head:
             seen = seen.amax(-1, keepdim=True).expand_as(seen)
-        scales = seen * self.margin / _largest(self.dtype)
-        return torch.where(scales > torch.finfo(torch.float32).tiny, scales, 1.0)
+        scales = seen / _largest(self.dtype) * self.margin
+        return torch.where(scales >= SMALLEST_SCALE, scales, 1.0)
 
 
 def calibrate_scales(
     key: Tensor, value: Tensor, dtype: object, *, per_head: bool = False, margin: float = 1.0
 ) -> Tensor:
-    """Scales of one layer from samples, ``[2, num_kv_heads]``; see `ScaleCalibrator`."""
+    """Scales of one layer from samples, ``[2, num_kv_heads]`` float32; see `ScaleCalibrator`."""
+    if key.ndim != 3:
+        raise ShapeError("key", given=list(key.shape), wanted="[tokens, num_kv_heads, width]")
     calibrator = ScaleCalibrator(
         1, key.shape[1], dtype_name(dtype), per_head=per_head, margin=margin
     )
@@ -303,44 +333,67 @@ def check_scales(scales: object | None, cache_spec: CacheSpec) -> Tensor:
     Parameters
     ----------
     scales
-        `None` for 1 everywhere; a pair of numbers, for keys and values; an array ``[num_layers, 2]``
-        with numbers for each layer, or ``[num_layers, 2, num_kv_heads]`` for each head, too.
+        `None` for 1 everywhere, or a number for all; a tuple ``(key, value)``, each of them a
+        number, ``[num_layers]`` or ``[num_layers, num_kv_heads]``; an array ``[2]`` of numbers for
+        keys and for values, ``[num_layers, 2]`` or ``[num_layers, 2, num_kv_heads]``. Lists are
+        arrays.
     cache_spec
         The cache.
 
     Raises
     ------
     ShapeError
-        For another shape.
+        For another shape, among them ``[num_kv_heads]``: it does not say which side's they are.
     ArgumentError
         For a scale that is no positive number.
     """
-    shape = cache_spec.scales_shape
-    if scales is None:
-        return torch.ones(shape)
-    if isinstance(scales, Tensor):
-        scales = scales.detach().cpu()
-    try:
-        given = torch.as_tensor(np.asarray(scales, dtype=np.float32))
-    except (TypeError, ValueError) as error:
-        raise ShapeError("scales", given=repr(scales), wanted=_wanted(shape)) from error
-    if tuple(given.shape) not in ((2,), shape[:2], shape):
-        raise ShapeError("scales", given=f"shape {list(given.shape)}", wanted=_wanted(shape))
-    # A copy, since the cache writes to it when its scales are replaced.
-    table = (given if given.ndim == 3 else given.unsqueeze(-1)).expand(shape).clone()
-    table = table.contiguous()
-    wrong = ~(torch.isfinite(table) & (table > 0.0))
+    layers, _, heads = shape = cache_spec.scales_shape
+    # Tensors made in inference mode could be replaced in that mode only.
+    with torch.inference_mode(False):
+        if isinstance(scales, tuple):
+            sides = [_floats(side) for side in scales]
+            given = f"a tuple of shapes {[list(side.shape) for side in sides]}"
+        else:
+            array = _floats(1.0 if scales is None else scales)
+            sides = (
+                [array, array] if array.ndim == 0 else list(array.unbind(min(array.ndim, 2) - 1))
+            )
+            given = f"shape {list(array.shape)}"
+        if len(sides) != 2 or any(
+            side.shape not in ((), (layers,), (layers, heads)) for side in sides
+        ):
+            raise ShapeError(
+                "scales",
+                given=given,
+                wanted=f"a number, a tuple (key, value) of numbers, [{layers}] or "
+                f"[{layers}, {heads}], or an array [2], [{layers}, 2] or {list(shape)}",
+                remedy="Dimensions are layers, then key and value, then heads.",
+            )
+        wide = [side.unsqueeze(-1) if side.ndim == 1 else side for side in sides]
+        table = torch.stack([side.expand(layers, heads) for side in wide], dim=1)
+    wrong = ~(torch.isfinite(table) & (table >= SMALLEST_SCALE))
     if bool(wrong.any()):
         layer, side, head = torch.nonzero(wrong)[0].tolist()
         raise ArgumentError(
             "scales",
-            given=f"{float(table[layer, side, head])} for {('keys', 'values')[side]} of head {head} "
-            f"in layer {layer}",
-            wanted="a positive, finite number: what a stored 1 stands for",
+            given=f"{float(table[layer, side, head])} for {('keys', 'values')[side]} "
+            f"of head {head} in layer {layer}",
+            wanted=f"a finite number from {SMALLEST_SCALE:.3g} on: what a stored 1 stands for",
             remedy="ScaleCalibrator finds scales from samples.",
         )
     return table
 
 
-def _wanted(shape: tuple[int, int, int]) -> str:
-    return f"a pair of numbers, {list(shape[:2])}, or {list(shape)}: layers, key and value, heads"
+def _floats(scales: object) -> Tensor:
+    """Return what was given as scales, or a part of it, as float32 on the host."""
+    if isinstance(scales, Tensor):
+        return scales.detach().to("cpu", torch.float32)
+    try:
+        # Too large a number becomes infinite, which is refused by name. A copy, because torch warns
+        # of arrays that it may not write to, such as those of JAX.
+        with np.errstate(over="ignore"):
+            return torch.from_numpy(np.array(scales, dtype=np.float32))
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            "scales", given=repr(scales), wanted="numbers, or arrays of them"
+        ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +91,8 @@ def forward(
     positions: Array,
     logit_rows: Array,
     kv: CacheHandle,
-    plan: AttentionPlan[Array],
+    plan: Any,
+    attention: Callable[..., Any] = jax_frontend.paged_attention,
 ) -> tuple[Array, CacheHandle]:
     """Run all layers over a ragged batch and write its keys and values to the cache.
 
@@ -97,6 +100,8 @@ def forward(
     ----------
     token_ids, positions : int32 ``[tokens]``
     logit_rows : int32 ``[rows]``, the tokens whose logits are wanted
+    plan : what ``attention`` takes
+    attention : ``attention(query, key, value, kv, plan, layer)``
 
     Returns
     -------
@@ -116,7 +121,7 @@ def forward(
         key_end = query_end + config.num_kv_heads
         query, key, value = jnp.split(heads, (query_end, key_end), axis=1)
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        attended, kv = jax_frontend.paged_attention(query, key, value, kv, plan, layer)
+        attended, kv = attention(query, key, value, kv, plan, layer)
         hidden = hidden + _linear(attended.reshape(hidden.shape[0], -1), own.attention_output)
 
         gate, up = jnp.split(_linear(norm(hidden, own.mlp_norm), own.gate_up), 2, axis=-1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,7 +15,7 @@ import torch_backend
 from examples.engine import StepInputs
 from examples.smollm2.config import LlamaConfig
 from examples.smollm2.gguf_weights import LayerWeights, Weights
-from interop import AttentionPlan, AttentionSpec
+from interop import AttentionSpec
 from torch_backend import PagedKVCache
 
 
@@ -64,7 +67,8 @@ def forward(
     positions: Tensor,
     logit_rows: Tensor,
     cache: PagedKVCache,
-    plan: AttentionPlan[Tensor],
+    plan: Any,
+    attention: Callable[..., Any] = torch_backend.paged_attention,
 ) -> Tensor:
     """Run all layers over a ragged batch and write its keys and values to ``cache``.
 
@@ -72,6 +76,8 @@ def forward(
     ----------
     token_ids, positions : int32 ``[tokens]``
     logit_rows : int32 ``[rows]``, the tokens whose logits are wanted
+    plan : what ``attention`` takes
+    attention : ``attention(query, key, value, cache, plan, layer)``
 
     Returns
     -------
@@ -86,7 +92,7 @@ def forward(
         normed = rms_norm(hidden, width, own.attention_norm, eps)
         query, key, value = _project_heads(config, normed, own.qkv)
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        attended = torch_backend.paged_attention(query, key, value, cache, plan, layer)
+        attended = attention(query, key, value, cache, plan, layer)
         hidden = hidden + linear(attended.flatten(1), own.attention_output)
 
         normed = rms_norm(hidden, width, own.mlp_norm, eps)

@@ -36,8 +36,10 @@ def number(name: str, value: object, *, positive: bool = False, remedy: str = ""
 
 def window(value: object) -> int:
     """Return a number of tokens that is known when the program is traced."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and 0 < value <= INT32_MAX:
-        return int(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        tokens = int(value)
+        if 0 < tokens <= INT32_MAX:
+            return tokens
     raise ArgumentError(
         "sliding_window",
         given=_described(value),

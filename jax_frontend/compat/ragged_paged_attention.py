@@ -7,18 +7,19 @@ version 3, and its variant for heads of 64), whose docstrings say what each argu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from interop.batch import Bucket
 from interop.errors import ArgumentError, ShapeError
 from interop.host import count_of, host_ints
 from interop.plan import AttentionPlan
 from interop.spec import FLOAT_DTYPES, FP8_DTYPES, AttentionSpec, CacheSpec
+from torch_backend.cache import torch_dtype
 
 from .. import attention
 from ..arranged import ArrangedArrays
@@ -32,9 +33,19 @@ __all__ = ["ragged_paged_attention"]
 
 # What makes TPU kernels fast, debugs them, or fills masked logits, which here are left out.
 TPU_ONLY = frozenset(
-    "mask_value chunk_prefill_size num_kv_pages_per_block num_queries_per_block d_block_sizes "
-    "p_block_sizes m_block_sizes vmem_limit_bytes debug_mode disable_bounds_checks "
-    "disable_semaphore_checks".split()
+    [
+        "mask_value",
+        "chunk_prefill_size",
+        "num_kv_pages_per_block",
+        "num_queries_per_block",
+        "d_block_sizes",
+        "p_block_sizes",
+        "m_block_sizes",
+        "vmem_limit_bytes",
+        "debug_mode",
+        "disable_bounds_checks",
+        "disable_semaphore_checks",
+    ]
 )
 
 
@@ -69,14 +80,14 @@ class _Call:
     factors
         Factors.
     layer
-        Layer of a cache of several; `None` where it is traced.
+        Layer of a cache of several, where it is not traced.
     """
 
     spec: AttentionSpec
     cache: CacheSpec
     bucket: Bucket
     factors: _Factors
-    layer: int | None
+    layer: int
 
 
 def ragged_paged_attention(
@@ -206,13 +217,14 @@ def ragged_paged_attention(
     longest = 0 if max_query_len is None else count_of("max_query_len", max_query_len)
     bucket = Bucket(lens.size, q.shape[0], table.size, longest)
     traced = isinstance(layer, jax.Array)
-    call = _Call(spec, cache, bucket, factors, None if traced else _layer(layer))
+    call = _Call(spec, cache, bucket, factors, 0 if traced else _layer(layer))
     rows = _rows(k, v, q, kv_cache, cache) if update else None
     donates = update and not isinstance(kv_cache, CacheHandle)
     run = _donating if donates else _keeping
     out, after, status = run(
         kv_cache, q, rows, metadata, attention_sink, layer if traced else None, call=call
     )
+    after = kv_cache if after is None else after
     return (out, after, status) if return_status else (out, after)
 
 
@@ -252,8 +264,9 @@ def _step(
     if factors.output != 1.0:
         out = (out.astype(jnp.float32) * factors.output).astype(out.dtype)
     if is_array:
-        # Pages that were not written are handed back as they came: a view of them is a new array.
-        cache = kv_cache if rows is None else cache.pools[0].reshape(kv_cache.shape)
+        cache = cache.pools[0]
+    if rows is None and not isinstance(kv_cache, CacheHandle):
+        cache = None  # what is handed back unchanged, outside of a program, is a copy
     return out, cache, status
 
 
@@ -288,7 +301,8 @@ def _metadata(
     requests = lens.size
     if not requests:
         raise ShapeError("kv_lens", given="no requests", wanted="room for one or more")
-    if table.shape[0] != requests if table.ndim == 2 else table.size % requests or not table.size:
+    fits = table.shape[0] == requests if table.ndim == 2 else not table.size % requests
+    if not fits or not table.size:
         raise ShapeError(
             "page_indices",
             given=list(table.shape),
@@ -364,12 +378,12 @@ def _rows(
 
 def _with_scales(cache: ArrangedArrays, scales: tuple[float, float]) -> ArrangedArrays:
     """Return the cache with a table of scales, which is a constant of the program."""
-    table = np.broadcast_to(np.float32(scales)[:, None], cache.spec.scales_shape)
+    table = np.broadcast_to(np.array(scales, np.float32)[:, None], cache.spec.scales_shape)
     return replace(cache, scales=jnp.asarray(table))
 
 
 def _rounded(q: jax.Array, scale: float, dtype: str) -> jax.Array:
     """Round ``q / scale`` to `dtype`, as a TPU does that multiplies in it."""
-    limits = jnp.finfo(dtype)
-    scaled = jnp.clip(q / jnp.asarray(scale, q.dtype), float(limits.min), float(limits.max))
+    largest = torch.finfo(torch_dtype(dtype)).max
+    scaled = jnp.clip(q / jnp.asarray(scale, q.dtype), -largest, largest)
     return scaled.astype(dtype).astype(q.dtype)

@@ -1,13 +1,13 @@
-"""Shapes in which TPU code holds a layer's keys and values, as one array of rows and columns."""
+"""Shapes in which TPU code holds the keys and values of a layer, all in one array."""
 
 from __future__ import annotations
 
 import jax
 
 from interop.errors import DTypeError, ShapeError
-from interop.spec import FLOAT_DTYPES, FP8_DTYPES, AttentionSpec, CacheSpec
+from interop.spec import FLOAT_DTYPES, FP8_DTYPES, CacheSpec
 
-from ..arranged import INTERLEAVED, ArrangedArrays, warm_writes
+from ..arranged import IN_TURN, SIDE_BY_SIDE, ArrangedArrays, warm_writes
 from ..cache import default_device
 from .arguments import device_kind
 
@@ -15,7 +15,7 @@ __all__ = ["arranged", "cache_spec_of", "heads_of"]
 
 # Columns of a TPU's registers, and bytes of one of their words.
 LANES, WORD_BYTES = 128, 4
-# Heads of this width have key and value side by side in the columns.
+# Heads of this width have key and value in one row of a register's columns.
 HALF = LANES // 2
 
 
@@ -23,20 +23,20 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _forms(num_kv_heads: int, head_dim: int, item_bytes: int) -> dict[tuple[int, ...], int]:
-    """Dimensions after ``[num_pages, page_size]``, and how wide the rows are in each case.
+def _forms(num_kv_heads: int, head_dim: int, item_bytes: int) -> dict[tuple[int, ...], str]:
+    """What may come after ``[num_pages, page_size]``, and how keys and values lie in it.
 
-    Rows of keys and values take turns. TPU kernels fill rows up to whole words, of which each has
-    several, and columns up to whole registers.
+    TPU kernels fill rows up to whole words, of which each takes several, and columns up to whole
+    registers.
     """
     packed = WORD_BYTES // item_bytes
-    forms: dict[tuple[int, ...], int] = {}
+    forms: dict[tuple[int, ...], str] = {}
     for width in (head_dim, _up(head_dim, LANES)):
-        rows = _up(2 * num_kv_heads, packed)
-        forms[2 * num_kv_heads, width] = width
-        forms[rows // packed, packed, width] = width
+        forms[2 * num_kv_heads, width] = IN_TURN
+        forms[_up(2 * num_kv_heads, packed) // packed, packed, width] = IN_TURN
     if head_dim == HALF:
-        forms[_up(num_kv_heads, packed) // packed, packed, LANES] = HALF
+        # Instead of rows in turn, where those of one head have this shape, too: so TPU code has it.
+        forms[_up(num_kv_heads, packed) // packed, packed, LANES] = SIDE_BY_SIDE
     return forms
 
 
@@ -44,7 +44,8 @@ def heads_of(kv_cache: jax.Array, head_dim: int) -> int:
     """Heads of keys that fill a cache of which no keys are given, padding among them."""
     *rows, width = kv_cache.shape[2:]
     count = rows[0] if len(rows) == 1 else rows[0] * rows[1]
-    return max(count if (len(rows), head_dim, width) == (2, HALF, LANES) else count // 2, 1)
+    halves = (len(rows), head_dim, width) == (2, HALF, LANES)
+    return max(count if halves else count // 2, 1)
 
 
 def cache_spec_of(kv_cache: jax.Array, num_kv_heads: int, head_dim: int) -> CacheSpec:
@@ -58,9 +59,9 @@ def cache_spec_of(kv_cache: jax.Array, num_kv_heads: int, head_dim: int) -> Cach
         raise ShapeError(
             "kv_cache",
             given=list(kv_cache.shape),
-            wanted=f"[num_pages, page_size, 2 * {num_kv_heads}, {head_dim}] for q and k of these "
-            f"heads, or after page_size one of {', '.join(map(str, map(list, forms)))}",
-            remedy="Keys and values take turns on the head axis: key 0, value 0, key 1, value 1.",
+            wanted="[num_pages, page_size] and then one of "
+            f"{', '.join(map(str, map(list, forms)))}, for {num_kv_heads} heads of {head_dim}",
+            remedy="Key 0, value 0, key 1, value 1 and so on follow one another in a token.",
         )
     pages, page_size = kv_cache.shape[:2]
     return CacheSpec(
@@ -75,10 +76,13 @@ def cache_spec_of(kv_cache: jax.Array, num_kv_heads: int, head_dim: int) -> Cach
 
 
 def arranged(kv_cache: jax.Array, spec: CacheSpec) -> ArrangedArrays:
-    """Look at a TPU kernel's array as pools of `spec`, without a copy."""
-    forms = _forms(spec.num_kv_heads, spec.head_dim, kv_cache.dtype.itemsize)
-    pages, page_size, *form = kv_cache.shape
-    whole = kv_cache.reshape(pages, page_size, -1, forms[tuple(form)])
+    """Look at a TPU kernel's array as pools of `spec`.
+
+    Calls get the array as it is, and not in another shape: XLA copies what a call writes in place
+    if it was reshaped before.
+    """
+    _, _, *form = kv_cache.shape
+    how = _forms(spec.num_kv_heads, spec.head_dim, kv_cache.dtype.itemsize)[tuple(form)]
     if spec.device == "cuda":
-        warm_writes(spec, whole.shape[1:], default_device().local_hardware_id)
-    return ArrangedArrays((whole,), INTERLEAVED, spec)
+        warm_writes(spec, how, kv_cache.shape[1:], default_device().local_hardware_id)
+    return ArrangedArrays((kv_cache,), how, spec)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,22 +20,19 @@ from problem import Array, assert_within, from_torch, in_layout, to_torch, toler
 
 import jax_frontend
 import torch_backend
-from interop import AttentionSpec, Bucket, RaggedBatch
+from interop import AttentionPlan, AttentionSpec, Bucket, RaggedBatch
 from interop.dcp import COMBINES
 from interop.errors import (
     ArgumentError,
-    CacheNotFoundError,
     FrameworkError,
-    IsthmusError,
+    PageError,
     PlanError,
     ShapeError,
-    UnsupportedError,
+    SlotError,
 )
-from interop.spec import CacheSpec
-from jax_frontend import CacheArrays, CacheHandle, dcp
+from jax_frontend import CacheArrays, dcp
 from torch_backend import PagedKVCache
 
-HERE = Path(__file__).parent
 NAME = "ranks"
 ROWS = P(None, "dcp")
 EVERYWHERE = P()
@@ -353,7 +345,8 @@ def test_a_mesh_as_jax_makes_it() -> None:
         out_specs=(ROWS, P("dcp")),
     )
     with caches_of(problem, "handle") as (kv, after):
-        kv = replace(kv, token=jax.device_put(np.arange(4, dtype=np.int32), plan_sharding(mesh)))
+        token = jax.device_put(np.arange(4, dtype=np.int32), NamedSharding(mesh, P("dcp")))
+        kv = replace(kv, token=token)
         plan = dcp.plan(problem.spec, kv.spec, problem.batch, mesh, "dcp", bucket=problem.bucket)
         results, kv = jax.jit(step)(
             jax.device_put(query, NamedSharding(mesh, ROWS)),
@@ -362,10 +355,6 @@ def test_a_mesh_as_jax_makes_it() -> None:
             plan,
         )
         check(problem, results, after(jax.block_until_ready(kv)))
-
-
-def plan_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, P("dcp"))
 
 
 def test_another_plan_of_the_bucket_is_not_traced_again() -> None:
@@ -392,53 +381,239 @@ def test_another_plan_of_the_bucket_is_not_traced_again() -> None:
 
 
 def test_fp8_pages_hold_and_give_what_those_of_one_cache_do() -> None:
-    """A prefill into the pages, and a decode from them."""
+    """A prefill into the pages, and a decode from them; caches of both kinds in one program."""
     ranks, sizes = 4, Sizes(4, 2)
-    spec = replace_spec(SPEC, dtype="float32")
+    spec = replace(SPEC, dtype="float32")
     scales = np.random.default_rng(0).uniform(0.01, 0.03, (1, 2, 2)).astype(np.float32)
     options: dict[str, Any] = {"num_layers": 1, "dtype": "fp8", "scales": scales}
     one = PagedKVCache(spec, num_pages=16, page_size=sizes.round, **options)
     caches = [PagedKVCache(spec, num_pages=16, page_size=4, **options) for _ in range(ranks)]
-    mesh = mesh_of(ranks)
-    handle = jax_frontend.cache_handle(caches, name=NAME, sharding=plan_sharding(mesh))
+    over_ranks = NamedSharding(mesh_of(ranks), P("dcp"))
+    handle = jax_frontend.cache_handle(caches, name=NAME, sharding=over_ranks)
     arrays = jax_frontend.init_cache(
-        spec, num_pages=16 * ranks, page_size=4, sharding=plan_sharding(mesh), **options
+        spec, num_pages=16 * ranks, page_size=4, sharding=over_ranks, **options
     )
     arrays = replace(arrays, spec=replace(arrays.spec, num_pages=16))
     # Every device has the scales whole.
-    parts = replace(arrays, k=P("dcp"), v=P("dcp"), scales=EVERYWHERE)
-    steps = (([18, 3, 33], [18, 3, 33]), ([1, 1, 1], [19, 4, 34]))
-    try:
-        for query_lens, kv_lens in steps:
-            problem = shared(spec, sizes, query_lens, kv_lens)
-            rows = rows_of(problem)
-            whole = torch_backend.plan(spec, one.spec, problem.batch)
-            torch_rows = [to_torch(x, "cpu") for x in rows]
-            want = torch_backend.paged_attention(*torch_rows, one, whole, 0, return_lse=True)
-            plan = plan_of(problem, handle)
-            from_handle, handle = jax.jit(per_device(both_ways, mesh, P("dcp")))(
-                *rows, handle, plan
+    parts = P("dcp"), replace(arrays, k=P("dcp"), v=P("dcp"), scales=EVERYWHERE)
+
+    def model(query: Any, key: Any, value: Any, kvs: Any, plan: Any) -> Any:
+        results, after = [], []
+        for kv, combine in zip(kvs, COMBINES, strict=True):
+            *result, kv = dcp.paged_attention(
+                query, key, value, kv, plan, 0, axis_name="dcp", combine=combine, return_lse=True
             )
-            from_arrays, arrays = jax.jit(per_device(both_ways, mesh, parts))(*rows, arrays, plan)
-            for results in (from_handle, from_arrays):
-                for (out, lse), exact in itertools.product(results, [plan.own is None]):
-                    # New rows of long queries are attended to before they are rounded to 8 bits.
-                    for got, right in zip((out, lse), want, strict=True):
-                        assert_within(
-                            "fp8", np.asarray(got), right.numpy(), 2e-5 if exact else 0.15
-                        )
+            results.append(result)
+            after.append(kv)
+        return results, tuple(after)
+
+    kvs: Any = handle, arrays
+    try:
+        for query_lens, kv_lens in (([18, 3, 33], [18, 3, 33]), ([1, 1, 1], [19, 4, 34])):
+            problem = shared(spec, sizes, query_lens, kv_lens)
+            rows = [to_torch(x, "cpu") for x in rows_of(problem)]
+            whole = torch_backend.plan(spec, one.spec, problem.batch)
+            want = torch_backend.paged_attention(*rows, one, whole, 0, return_lse=True)
+            plan = plan_of(problem, handle)
+            program = jax.jit(per_device(model, mesh_of(ranks), parts))
+            results, kvs = program(*rows_of(problem), kvs, plan)
+            # New rows of long queries are attended to before they are rounded to 8 bits.
+            tolerance = 2e-5 if plan.own is None else 0.15
+            for result in results:
+                for got, right in zip(result, want, strict=True):
+                    assert_within("fp8", np.asarray(got), right.numpy(), tolerance)
+        jax.block_until_ready(kvs)
     finally:
         jax_frontend.release_cache(NAME)
-    pools = [pool.view(torch.uint8).numpy() for pool in (one.k, one.v)]
-    for rank, cache in enumerate(caches):
-        for whole_pool, ours, theirs in zip(
-            pools, (cache.k, cache.v), (arrays.k, arrays.v), strict=True
+    for pool, side in ((one.k, "k"), (one.v, "v")):
+        split = np.split(np.asarray(getattr(kvs[1], side)).view(np.uint8), ranks)
+        for rank, cache in enumerate(caches):
+            share = sizes.dealt(pool.view(torch.uint8).numpy(), rank)
+            assert share.any()
+            ours = getattr(cache, side).view(torch.uint8).numpy()
+            np.testing.assert_array_equal(ours, share)
+            np.testing.assert_array_equal(split[rank], share)
+
+
+@pytest.mark.parametrize("kind", ["handle", "arrays"])
+def test_an_exported_program(kind: str) -> None:
+    problem = shared(SPEC, Sizes(4, 2), [1, 3, 1], [30, 20, 2], bucket=Bucket(4, 6, 12))
+    with caches_of(problem, kind) as (kv, after):
+        plan = plan_of(problem, kv)
+        program = jax.jit(per_device(both_ways, mesh_of(4), P("dcp")), compiler_options=QUICK)
+        checks = map(jax.export.DisabledSafetyCheck.custom_call, jax_frontend.FFI_TARGETS)
+        over = {"rows": ROWS, "key": EVERYWHERE, "value": EVERYWHERE}
+        rows = [
+            jax.device_put(x, NamedSharding(mesh_of(4), part))
+            for x, part in zip(rows_of(problem), over.values(), strict=True)
+        ]
+        exported = jax.export.export(program, disabled_checks=list(checks))(*rows, kv, plan)
+        loaded = jax.export.deserialize(exported.serialize())
+        results, kv = loaded.call(*rows, kv, plan_of(problem, kv))
+        check(problem, results, after(jax.block_until_ready(kv)))
+
+
+SIZES = Sizes(4, 2)
+MESH_TEXT = r"with a mesh of \('dcp',\), want an axis of the mesh\. Make the mesh with it"
+BAD_PLANS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no such axis": ({"axis_name": "tp"}, ArgumentError, rf"axis_name: got 'tp' {MESH_TEXT}"),
+    "two axes": ({"axis_name": ["dcp"]}, ArgumentError, rf"axis_name: got \['dcp'\] {MESH_TEXT}"),
+    "no mesh": ({"mesh": 4}, ArgumentError, "mesh: got a int without devices of this process"),
+    "no spec": ({"spec": None}, ArgumentError, "spec: got NoneType, want an AttentionSpec"),
+    "heads": (
+        {"spec": AttentionSpec(6, 2, 8)},
+        ArgumentError,
+        "spec.num_qo_heads: got 6 over 4 ranks, want a multiple of the ranks",
+    ),
+    "window": (
+        {"spec": replace(SPEC, sliding_window=9)},
+        ArgumentError,
+        "spec.sliding_window: got 9 with decode context parallelism, want None",
+    ),
+    "no mask": (
+        {"spec": replace(SPEC, causal=False)},
+        ArgumentError,
+        "spec.causal: got False with decode context parallelism, want True",
+    ),
+    "another cache": (
+        {"spec": AttentionSpec(8, 4, 8)},
+        PlanError,
+        "cache_spec.num_kv_heads: got 2, want 4, as spec has it",
+    ),
+    "no cache": ({"cache_spec": None}, ArgumentError, "cache_spec: got None, want a CacheSpec"),
+    "a cache itself": ({"cache_spec": 3}, ArgumentError, "cache_spec: got int, want a CacheSpec"),
+    "interleave": (
+        {"interleave": 3},
+        ArgumentError,
+        "shards.interleave: got 3 with pages of 4 tokens, want a divisor of page_size",
+    ),
+    "no interleave": (
+        {"interleave": 0},
+        ArgumentError,
+        "shards.interleave: got 0, want a positive integer",
+    ),
+    "no batch": ({"batch": [1, 1]}, ArgumentError, "batch: got list, want a RaggedBatch"),
+    "no bucket": ({"bucket": 8}, ArgumentError, "bucket: got int, want a Bucket"),
+    "small bucket": (
+        {"bucket": Bucket(3, 1, 9)},
+        PlanError,
+        "bucket.num_tokens: got 1 for a batch that needs 3",
+    ),
+    "no table": (
+        {"batch": RaggedBatch([1], [9])},
+        PageError,
+        r"page_table: got none, want an array \[1, pages\]",
+    ),
+    "narrow table": (
+        {"batch": RaggedBatch([1], [17], [[0]])},
+        PageError,
+        r"page_table\[0\]: got 1 entries, want 2 for kv_lens\[0\] = 17 tokens in pages of 4 on 4",
+    ),
+    "a page of nobody": (
+        {"batch": RaggedBatch([1], [17], [[0, 16]])},
+        PageError,
+        r"page_table\[0, 1\]: got 16, want a page id from 0 to 15",
+    ),
+    "a page for two": (
+        {"batch": RaggedBatch([1, 1], [5, 5], [[3], [3]])},
+        SlotError,
+        "page_table: got slot 12 of rank 2 for tokens of requests 0 and 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_plans_that_cannot_be(name: str) -> None:
+    changes, kind, text = BAD_PLANS[name]
+    cache = PagedKVCache(SPEC, num_layers=1, num_pages=16, page_size=4, dtype="float32")
+    arguments: dict[str, Any] = {
+        "spec": SPEC,
+        "cache_spec": cache.spec,
+        "batch": RaggedBatch([1, 1, 1], [9, 1, 17], [[0, 0], [2, 0], [3, 4]]),
+        "mesh": mesh_of(4),
+        "axis_name": "dcp",
+        "interleave": 2,
+    }
+    dcp.plan(**arguments)
+    with pytest.raises(kind, match=f"^{text}"):
+        dcp.plan(**arguments | changes)
+
+
+def test_calls_that_do_not_fit_are_refused_while_traced() -> None:
+    problem = shared(SPEC, SIZES, [1, 3, 1], [30, 20, 2], bucket=Bucket(4, 6, 12))
+    mesh = mesh_of(4)
+
+    def attempt(
+        kv: Any, plan: Any, combine: str = "a2a", axis: str = "dcp", parts: Any = None, **more: Any
+    ) -> None:
+        def step(query: Any, key: Any, value: Any, kv: Any, plan: Any) -> Any:
+            return dcp.paged_attention(
+                query, key, value, kv, plan, 0, axis_name=axis, combine=combine
+            )[0]
+
+        rows, kv_parts, plan_parts = parts or (ROWS, P("dcp"), P("dcp"))
+        in_specs = (rows, EVERYWHERE, EVERYWHERE, kv_parts, plan_parts)
+        mapped = jax.shard_map(
+            step, mesh=more.get("mesh", mesh), in_specs=in_specs, out_specs=ROWS, check_vma=False
+        )
+        jax.eval_shape(mapped, *rows_of(problem), kv, plan)
+
+    split, whole = P("dcp"), EVERYWHERE
+    with caches_of(problem, "handle") as (kv, _):
+        plan = plan_of(problem, kv)
+        attempt(kv, plan)
+        other = replace(kv, spec=replace(kv.spec, num_pages=9))
+        in_torch = AttentionPlan(plan.context.static, torch.zeros(4))
+        for kind, text, arguments, options in (
+            (
+                ArgumentError,
+                r"combine: got 'rs', want 'ag_rs' \(all-",
+                (kv, plan),
+                {"combine": "rs"},
+            ),
+            (ArgumentError, r"axis_name: got 'tp', which is no axis", (kv, plan), {"axis": "tp"}),
+            (PlanError, r"axis_name: got 'dcp' of 2 devices", (kv, plan), {"mesh": mesh_of(2)}),
+            (
+                PlanError,
+                r"plan: got metadata .* Give shard_map",
+                (kv, plan),
+                {"parts": (ROWS, split, whole)},
+            ),
+            (
+                PlanError,
+                r"cache: got a handle of 4 shards, want",
+                (kv, plan),
+                {"parts": (ROWS, whole, split)},
+            ),
+            (
+                ShapeError,
+                r"query: got \[6, 24, 8\], want \[6, 6, 8\]",
+                (kv, plan),
+                {"parts": (whole, split, split)},
+            ),
+            (ArgumentError, r"plan: got a AttentionPlan, want a plan from", (kv, plan.context), {}),
+            (PlanError, r"cache: got one of CacheSpec", (other, plan), {}),
         ):
-            share = sizes.dealt(whole_pool, rank)
-            np.testing.assert_array_equal(ours.view(torch.uint8).numpy(), share)
-            part = np.split(np.asarray(theirs).view(np.uint8), ranks)[rank]
-            np.testing.assert_array_equal(part, share)
+            with pytest.raises(kind, match="^" + text):
+                attempt(*arguments, **options)
+        with pytest.raises(FrameworkError, match=r"^plan: got AttentionPlan of Tensor, want"):
+            dcp.append(*rows_of(problem)[1:], kv, replace(plan, context=in_torch), 0)
+    one = PagedKVCache(SPEC, num_layers=1, num_pages=16, page_size=4, dtype="float32")
+    kv = jax_frontend.cache_handle(one, name=NAME)
+    shared_by_all = (ROWS, whole, split)
+    try:
+        # Each rank would write its own tokens over those of the others.
+        with pytest.raises(PlanError, match=r"^cache: got a handle of 1 shards for 4 ranks, want"):
+            attempt(kv, plan, parts=shared_by_all)
+    finally:
+        jax_frontend.release_cache(NAME)
+    attempt(kv, plan, parts=shared_by_all)  # nobody knows yet how many it will be
 
 
-def replace_spec(spec: AttentionSpec, **changes: Any) -> AttentionSpec:
-    return replace(spec, **changes)
+def test_a_plan_of_all_ranks_writes_nothing() -> None:
+    problem = shared(SPEC, SIZES, [1, 3, 1], [30, 20, 2])
+    _, key, value = map(jnp.asarray, rows_of(problem))
+    with caches_of(problem, "arrays") as (kv, _):
+        plan = plan_of(problem, kv)
+        with pytest.raises(PlanError, match=r"^plan: got metadata .* not that of one rank, want"):
+            dcp.append(key, value, kv, plan, 0)

@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def room_for(self, count: int, revived: int = 0, keep: int = 0) -> Iterator[bool]:
-        """Whether there are pages; where there are not, the call has to say how many are missing."""
+        """Whether there are pages; where not, the call has to say how many are missing."""
         missing = count + revived + keep - self.num_free
         if missing <= 0 or not count + revived:
             yield True
@@ -247,8 +247,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(which=numbers, more=st.lists(st.integers(-1, 5), max_size=6))
     def extend_many(self, which: int, more: list[int]) -> None:
-        requests = [*self.known][which % len(self.known) :] + [*self.known]
-        requests = list(dict.fromkeys(requests))[: len(more)]
+        known = [*self.known]
+        start = which % len(known)
+        requests = [*known[start:], *known[:start]][: len(more)]
         growing = {
             request: max(0, self.known[request].room + count)
             for request, count in zip(requests, more, strict=False)
@@ -334,6 +335,7 @@ class Machine(RuleBasedStateMachine):
             if self.collisions and not nodes[page]:
                 assert page not in self.published
                 continue
+            assert nodes[page]
             assert self.published.setdefault(page, prefix) == prefix
 
     @precondition(lambda self: self.known)
@@ -456,7 +458,7 @@ class CollidingMachine(Machine):
 
 
 class TestRequests(Machine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=60)
+    settings = settings(max_examples=110, stateful_step_count=60)
 
 
 class TestCollisions(CollidingMachine.TestCase):

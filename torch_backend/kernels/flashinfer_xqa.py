@@ -282,6 +282,8 @@ def refuse_spec(spec: AttentionSpec, page_size: int) -> str | None:
         return f"it reads pages of {sizes} tokens, not of {page_size}"
     if spec.logits_soft_cap is not None:
         return "it has no soft cap on the logits"
+    if spec.sm_scale < 0:
+        return f"a negative sm_scale, here {spec.sm_scale}, was never tried with it"
     return None
 
 
