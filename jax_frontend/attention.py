@@ -21,7 +21,6 @@ from torch_backend.planning import check_lse, check_without_cache
 
 from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
-from .triton_ops import append_arrays, is_recorded
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
@@ -113,10 +112,6 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     metadata = _owned(plan)
     slots = static.layout.views(metadata)["slot_mapping"]
     number, offset = _place(layer, shape)
-    by_xla = shape.device == "cuda"
-    if isinstance(cache, CacheArrays) and by_xla and offset is None:
-        # XLA hands on whole pools.
-        offset = jnp.int32(number * shape.num_pages)
     if offset is not None:
         # -1 is no slot and stays none; a layer that the cache lacks has no slots.
         inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
@@ -130,9 +125,6 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
         (after,) = foreign_call("isthmus_append", call, given, (token,))
         return handle_in_program(cache, after)
     scales: tuple[jax.Array, ...] = (*owned_scales(cache), *which)
-    if isinstance(cache, CacheArrays) and by_xla:
-        key, value = guard("append", key, value)
-        return cache.with_pools(append_arrays(key, value, cache.k, cache.v, slots, shape, *scales))
     call = Call(launch, "", number, False, arrangement=cache.arrangement)
     results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in cache.pools]
     given = (key, value, slots, *cache.pools, *scales)

@@ -18,15 +18,13 @@ from .prefixes import NO_PAGES, Ints
 
 __all__ = ["AllocatorStats", "CopyPages", "PageAllocator"]
 
-ONE = np.array([True])
-
 
 class PageAllocator:
     """Hands out the pages of one layer's range to requests, which share what they have in common.
 
     The same page ids serve every layer of a cache, so one allocator serves one cache. It is for one
-    thread at a time. A call that raises has changed nothing. A page stays with a request until
-    that is freed, or until it has to be copied before it is written.
+    thread at a time. A call that raises has changed nothing. A request keeps a page until it is
+    freed, unless the page has to be copied before it is written.
 
     *Writing.* `allocate` and `extend` announce that tokens up to `num_tokens` will be written,
     `make_writable` that some will be written again; nothing else may be. Pages that others see as
@@ -85,10 +83,9 @@ class PageAllocator:
         self, num_tokens: int, tokens: npt.ArrayLike | None = None, *, namespace: Hashable = None
     ) -> bool:
         """Whether `allocate` with these arguments would find enough pages."""
-        count = count_of("num_tokens", num_tokens)
-        new = arrival(self._pool.prefixes, count, tokens, namespace)
-        extra = self._pages_for(count) - new.found.size
-        return self._pool.missing(extra, [new.found], self.low_watermark) <= 0
+        count, pool = count_of("num_tokens", num_tokens), self._pool
+        found = arrival(pool.prefixes, count, tokens, namespace).found
+        return pool.missing(self._pages_for(count) - found.size, [found], self.low_watermark) <= 0
 
     def allocate(
         self,
@@ -126,8 +123,8 @@ class PageAllocator:
         ArgumentError
             If the request owns pages, or `tokens` are no integers or more than `num_tokens`.
         """
-        count = count_of("num_tokens", num_tokens)
         self._rows.check_new([request])
+        count = count_of("num_tokens", num_tokens)
         self._admit([request], [arrival(self._pool.prefixes, count, tokens, namespace)])
         return self.pages(request)
 
@@ -176,17 +173,16 @@ class PageAllocator:
         length = rows.lengths.item(row)
         wanted = max(count_of("num_tokens", num_tokens), length)
         have, need = self._pages_for(length), self._pages_for(wanted)
-        copied = 0
+        pages, copied = NO_PAGES, 0
         if wanted > length and length % self.page_size:
             # It is not published, since only full pages are.
             copied = int(pool.owners.item(rows.table.item(row, have - 1)) > 1)
-        pages = NO_PAGES
         if need - have + copied:
             pool.check([request], need - have + copied)
             rows.widen(need)
             pages = pool.take(need - have + copied)
             if copied:
-                self._replace(row, np.array([have - 1]), pages[:1], ONE)
+                self._replace(row, np.array([have - 1]), pages[:1])
                 pages = pages[1:]
             rows.table[row, have:need] = pages
         rows.lengths[row] = wanted
@@ -209,14 +205,15 @@ class PageAllocator:
         have = -(-lengths // size)
         extra = -(-counts // size) - have
         partial = np.flatnonzero((counts > lengths) & (lengths % size != 0))
-        copied = partial[pool.all_but_last_owner(rows.table[row[partial], have[partial] - 1])]
+        last = rows.table[row[partial], have[partial] - 1].astype(np.int64)
+        copied = partial[pool.all_but_last_owner(last)]
         total = int(extra.sum()) + copied.size
         pool.check(requests, total)
         if total:
             rows.widen(int((have + extra).max()))
             pages = pool.take(total)
             for i, page in zip(copied.tolist(), pages[:, None], strict=False):
-                self._replace(row.item(i), have[i : i + 1] - 1, page, ONE)
+                self._replace(row.item(i), have[i : i + 1] - 1, page)
             rows.place(row, have, extra, pages[copied.size :])
         rows.lengths[row] = counts
 
@@ -254,8 +251,7 @@ class PageAllocator:
         self._pool.share(pages)
         rows.table[row, :shared] = pages
         if shared < need:
-            page = self._pool.take(1)
-            rows.table[row, shared:need] = page
+            rows.table[row, shared:need] = page = self._pool.take(1)
             self._copies.add(rows.pages(source, shared, need), page)
         rows.cached[row] = count
         rows.published[row] = min(rows.published.item(source), count // self.page_size)
@@ -284,12 +280,10 @@ class PageAllocator:
         first, count = count_of("first_token", first_token), count_of("num_tokens", num_tokens)
         end, length = first + count, rows.lengths.item(row)
         if end > length:
-            raise LengthError(
-                "num_tokens",
-                given=f"{count} from token {first} on",
-                wanted=f"some of the {length} tokens of request {request!r}",
-                remedy="Use extend to grow a request.",
-            )
+            given = f"{count} from token {first} on"
+            wanted = f"some of the {length} tokens of request {request!r}"
+            remedy = "Use extend to grow a request."
+            raise LengthError("num_tokens", given=given, wanted=wanted, remedy=remedy)
         start, stop = first // size, self._pages_for(end) if count else 0
         columns = start + np.flatnonzero(~self._pool.writable(rows.pages(row, start, stop)))
         if columns.size:
@@ -332,9 +326,10 @@ class PageAllocator:
             raise LengthError("tokens", given=f"{ids.size} token ids", wanted=wanted)
         full, known = ids.size // size, rows.published.item(row)
         if full > known:
-            pages, ids = rows.pages(row, 0, full), ids[: full * size].reshape(full, size)
-            prefixes, namespace = self._pool.prefixes, rows.namespaces[row]
-            rows.published[row] = prefixes.publish(pages, ids, known, namespace)
+            ids = ids[: full * size].reshape(full, size)
+            rows.published[row] = self._pool.prefixes.publish(
+                rows.pages(row, 0, full), ids, known, rows.namespaces[row]
+            )
 
     def free(self, request: Hashable) -> None:
         """Take back all pages of a request; published ones can be found until they are needed.
@@ -394,7 +389,9 @@ class PageAllocator:
             self._lookup_tokens += new.num_ids
             self._hit_tokens += start * self.page_size
 
-    def _replace(self, row: int, columns: Ints, pages: Ints, kept: Mask) -> None:
+    def _replace(
+        self, row: int, columns: Ints, pages: Ints, kept: Mask | slice = slice(None)
+    ) -> None:
         """Put other pages into columns of a row, and have what is in those `kept` copied."""
         old = self._rows.table[row, columns].astype(np.int64)
         self._rows.table[row, columns] = pages

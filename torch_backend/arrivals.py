@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy.typing as npt
 
 from interop.errors import ArgumentError, LengthError
-from interop.host import IntArray, host_ints
+from interop.host import host_ints
 
-from .prefixes import NO_PAGES, PrefixIndex
+from .prefixes import NO_PAGES, Ints, PrefixIndex
 
 __all__ = ["Arrival", "arrival", "arrivals"]
 
@@ -27,13 +27,13 @@ class Arrival(NamedTuple):
     num_ids
         How many of its tokens are known.
     found
-        Published pages that hold the first of them, ``[n]`` int32.
+        Published pages that hold the first of them, ``[n]``.
     """
 
     num_tokens: int
     namespace: Hashable
     num_ids: int
-    found: IntArray
+    found: Ints
 
 
 def arrival(

@@ -73,7 +73,7 @@ def test_small_problems_against_the_oracle(reader: Reader, case: str) -> None:
     got = out.float().cpu().numpy()
     # Beyond what these kernels do to 16-bit pages, the query and the output are rounded once more.
     assert_within("out", got, want, 3e-2)
-    assert_within("lse", lse.cpu().numpy(), want_lse, 1e-2)
+    assert_within("lse", lse.cpu().numpy(), want_lse, 2e-2)
     assert not got[np.isneginf(want_lse)].any(), "rows that see no key are not zero"
 
 

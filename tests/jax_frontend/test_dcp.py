@@ -21,7 +21,7 @@ from problem import Array, assert_within, from_torch, in_layout, to_torch, toler
 import jax_frontend
 import torch_backend
 from interop import AttentionPlan, AttentionSpec, Bucket, RaggedBatch
-from interop.dcp import COMBINES
+from interop.dcp import COMBINES, wire_bytes
 from interop.errors import (
     ArgumentError,
     FrameworkError,
@@ -45,8 +45,16 @@ DEALS = [(ranks, interleave) for ranks in RANKS for interleave in (1, 2, 4, 16)]
 QUICK = {"xla_backend_optimization_level": 0}
 
 
+def devices(count: int) -> Array:
+    """Virtual devices, of which there is one where the tests have a GPU."""
+    found = jax.devices("cpu")
+    if len(found) < count:
+        pytest.skip(f"needs {count} devices")
+    return np.array(found[:count])
+
+
 def mesh_of(ranks: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:ranks]), ("dcp",))
+    return Mesh(devices(ranks), ("dcp",))
 
 
 def sizes_of(ranks: int, interleave: int, **more: Any) -> Sizes:
@@ -283,7 +291,7 @@ def test_heads_over_one_axis_and_tokens_over_another(ranks: int, kind: str) -> N
     spec = AttentionSpec(16, 2, 8)
     local = AttentionSpec(8, 1, 8)
     problem = shared(spec, sizes, [1, 4, 0, 1], [9, 13, 4, 1], bucket=Bucket(4, 8, 12))
-    mesh = Mesh(np.array(jax.devices()[: halves * ranks]).reshape(halves, ranks), ("tp", "dcp"))
+    mesh = Mesh(devices(halves * ranks).reshape(halves, ranks), ("tp", "dcp"))
     options: dict[str, Any] = {"num_layers": 1, "page_size": sizes.page_size, "dtype": "float32"}
     pools = problem.key_pool, problem.value_pool
     shares = [[sizes.dealt(pool, rank) for rank in range(ranks)] for pool in pools]
@@ -335,7 +343,7 @@ def test_heads_over_one_axis_and_tokens_over_another(ranks: int, kind: str) -> N
 def test_a_mesh_as_jax_makes_it() -> None:
     """With the axis types and checks that make_mesh and shard_map have by default."""
     problem = shared(SPEC, Sizes(4), [1, 3, 1], [30, 20, 2], bucket=Bucket(4, 6, 12))
-    mesh = jax.make_mesh((4,), ("dcp",))
+    mesh = jax.make_mesh((4,), ("dcp",), devices=devices(4))
     key_value = NamedSharding(mesh, EVERYWHERE)
     query, *rows = rows_of(problem)
     step = jax.shard_map(
@@ -433,6 +441,52 @@ def test_fp8_pages_hold_and_give_what_those_of_one_cache_do() -> None:
             ours = getattr(cache, side).view(torch.uint8).numpy()
             np.testing.assert_array_equal(ours, share)
             np.testing.assert_array_equal(split[rank], share)
+
+
+def received(jaxpr: Any, ranks: int) -> dict[str, int]:
+    """Bytes that a rank receives in a program, by the collective, where each sends to each."""
+    found: dict[str, int] = {}
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("all_gather", "reduce_scatter", "all_to_all"):
+            ends = equation.outvars if name == "all_gather" else equation.invars
+            size = sum(end.aval.size * end.aval.dtype.itemsize for end in ends)
+            found[name] = found.get(name, 0) + size * (ranks - 1) // ranks
+        for part in equation.params.values():
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                for other, size in received(inner, ranks).items():
+                    found[other] = found.get(other, 0) + size
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "query_lens"), [(4, [1, 1]), (3, [4, 1]), (1, [1, 1])])
+def test_bytes_on_the_wire(ranks: int, query_lens: list[int], dtype: str) -> None:
+    """Those of the program's collectives, and of the formula."""
+    problem = shared(SPEC, Sizes(ranks), query_lens, [30, 7], dtype=dtype)
+    tokens, element = sum(query_lens), 4 if dtype == "float32" else 2
+    with caches_of(problem, "handle") as (kv, _):
+        plan = plan_of(problem, kv)
+        for combine in COMBINES:
+
+            def step(*arguments: Any, way: str = combine) -> Any:
+                out, kv = dcp.paged_attention(*arguments, 0, axis_name="dcp", combine=way)
+                return out, kv
+
+            traced = jax.make_jaxpr(per_device(step, mesh_of(ranks), P("dcp")))
+            count = received(traced(*rows_of(problem), kv, plan).jaxpr, ranks)
+            stated = wire_bytes(plan, combine)
+            assert sum(count.values()) == sum(stated.values())
+            row = tokens * (ranks - 1) * SPEC.num_qo_heads // ranks
+            if combine == "a2a":
+                assert count["all_gather"] == stated["query"] == row * 8 * element
+                assert count["all_to_all"] == stated["out"] == row * (8 * element + 4)
+                assert stated["lse"] == 0
+            else:
+                assert stated["lse"] == row * ranks * 4
+                assert count["all_gather"] == stated["query"] + stated["lse"]
+                assert count["reduce_scatter"] == stated["out"] == row * 8 * element
 
 
 @pytest.mark.parametrize("kind", ["handle", "arrays"])

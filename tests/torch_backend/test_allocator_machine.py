@@ -458,8 +458,8 @@ class CollidingMachine(Machine):
 
 
 class TestRequests(Machine.TestCase):
-    settings = settings(max_examples=110, stateful_step_count=60)
+    settings = settings(max_examples=180, stateful_step_count=60)
 
 
 class TestCollisions(CollidingMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=60)
+    settings = settings(max_examples=60, stateful_step_count=60)
