@@ -184,7 +184,49 @@ def _planning_targets() -> Iterable[Target]:
             )
 
 
+def _share_of_step(way: str) -> Callable[[Figures], float]:
+    return lambda figures: 100.0 * figures.best("cpu_dcp", f"{way}, combine", field="of_step")
+
+
+def _dcp_targets() -> Iterable[Target]:
+    for way in ("ag_rs", "a2a"):
+        yield Target(
+            "cpu_dcp",
+            f"CPU decode of 8192 tokens over 4 ranks: {way} combine / step",
+            "<= 15 %",
+            _share_of_step(way),
+            15.0,
+            unit="%",
+        )
+    yield Target(
+        "dcp_partials",
+        "decode 4 x 32768: four ranks in turn / one cache, PyTorch graph",
+        "<= 1.1",
+        _ratio(
+            ("dcp_partials", "ranks in turn, PyTorch graph"),
+            ("dcp_partials", "one cache, PyTorch graph"),
+        ),
+        1.1,
+    )
+
+
 def _cache_targets() -> Iterable[Target]:
+    yield Target(
+        "allocator",
+        "allocator: a page handed out or taken back, one request at a time",
+        "<= 1000 ns",
+        _plain("allocator", "allocate, extend, free"),
+        1000.0,
+        unit="ns",
+    )
+    yield Target(
+        "allocator",
+        "allocator: prefix lookup of a prompt of 32768 tokens, all found",
+        "<= 1000 us",
+        _plain("allocator", "lookup, all found"),
+        1000.0,
+        unit="us",
+    )
     yield Target(
         "append",
         "append of 8192 tokens, bf16: bandwidth / that of a copy",
@@ -332,4 +374,5 @@ TARGETS: tuple[Target, ...] = (
     ),
     *_planning_targets(),
     *_cache_targets(),
+    *_dcp_targets(),
 )

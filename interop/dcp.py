@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from .batch import Bucket
+from .batch import Bucket, RaggedBatch
 from .errors import ArgumentError
 from .plan import AttentionPlan
 from .sharding import TokenShards, own_kv_heads
@@ -21,6 +21,7 @@ __all__ = [
     "COMBINES",
     "DCPPlan",
     "check_combine",
+    "context_bucket",
     "context_spec",
     "own_bucket",
     "own_spec",
@@ -84,6 +85,18 @@ def own_spec(spec: AttentionSpec, shards: TokenShards, query_dtype: str) -> Atte
         num_kv_heads=kv_heads,
         dtype=query_dtype,
     )
+
+
+def context_bucket(bucket: Bucket | None, batch: RaggedBatch) -> Bucket | None:
+    """Return the bucket of attention over a rank's tokens.
+
+    That requests bring no context is a promise about the whole batch, which is kept here; what a
+    rank holds of one says nothing of it.
+    """
+    if bucket is None or not bucket.without_context:
+        return bucket
+    bucket.check(batch, 0)
+    return replace(bucket, without_context=False)
 
 
 def own_bucket(bucket: Bucket | None) -> Bucket | None:

@@ -19,7 +19,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,8 @@ def cache_handle(
         Name by which compiled programs find the cache; programs that are exported, or cached on
         disk, need the same name where they run. ``"cache0"``, ``"cache1"``, ... when left out.
     sharding
-        For several shards: how the token lies over the devices, one element each.
+        For several shards: how the token lies over the devices, one element each. Where these are
+        of several processes, each process lists the shards of its own devices.
 
     Raises
     ------
@@ -204,8 +205,29 @@ def cache_handle(
     # Committed to its device as the tokens that come out of a step are, or else the first step of a
     # program would be compiled apart from the others. Before the name is given, since this can
     # fail, and a name keeps its cache alive.
-    token = jax.device_put(np.arange(len(shards), dtype=np.int32), sharding)
+    token = _token(len(shards), sharding)
     return CacheHandle(token, _registered(shards, name), shards[0].spec)
+
+
+def _token(count: int, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Order token of a process's shards, whose elements number them within the process."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(np.arange(count, dtype=np.int32), sharding)
+    total = (len(sharding.device_set),)
+    places = sharding.addressable_devices_indices_map(total).values()
+    starts = sorted((index[0].start if index else None) or 0 for index in places)
+    if len(starts) != count:
+        raise PlanError(
+            "cache",
+            given=f"{count} shards in a process with {len(starts)} of the sharding's devices",
+            wanted="a shard for each of them",
+        )
+
+    def number(index: tuple[slice, ...] | None) -> Any:
+        start = (index[0].start if index else None) or 0
+        return np.array([starts.index(start)], np.int32)
+
+    return jax.make_array_from_callback(total, sharding, number)
 
 
 def _registered(shards: tuple[PagedKVCache, ...], name: str | None) -> str:

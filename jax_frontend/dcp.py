@@ -20,7 +20,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from interop.batch import Bucket, RaggedBatch
-from interop.dcp import DCPPlan, check_combine, context_spec, own_bucket, own_spec
+from interop.dcp import DCPPlan, check_combine, context_bucket, context_spec, own_bucket, own_spec
 from interop.errors import ArgumentError, CacheNotFoundError, PlanError
 from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
@@ -142,7 +142,14 @@ def _plan(
         LocalBatch.of(batch, shards, rank, context_only=longest > 1) for rank in range(shards.size)
     ]
     static, buffers = host_plans(
-        context_spec(spec), cache_spec, locals_, bucket, facts, fallback, kernel, _new_buffer
+        context_spec(spec),
+        cache_spec,
+        locals_,
+        context_bucket(bucket, batch),
+        facts,
+        fallback,
+        kernel,
+        _new_buffer,
     )
     own = None
     if longest > 1:

@@ -85,11 +85,12 @@ def pack_partial(out: jax.Array, lse: jax.Array, size: int) -> jax.Array:
     """
     check_states(jax.Array, "jax.Array", {"out": out, "lse": lse}, (ROWS, LSE_ROWS))
     check_heads(out, size)
-    tokens, heads, _ = out.shape
+    tokens, heads, width = out.shape
     words = _words(out.dtype)
-    lse_bits = bitcast_convert_type(lse, words).reshape(tokens, heads, -1)
+    halves = 4 // np.dtype(words).itemsize
+    lse_bits = bitcast_convert_type(lse, words).reshape(tokens, heads, halves)
     rows = jnp.concatenate((bitcast_convert_type(out, words), lse_bits), axis=-1)
-    return jnp.moveaxis(rows.reshape(tokens, size, heads // size, -1), 1, 0)
+    return jnp.moveaxis(rows.reshape(tokens, size, heads // size, width + halves), 1, 0)
 
 
 def unpack_partial(packed: jax.Array, dtype: object) -> tuple[jax.Array, jax.Array]:

@@ -43,6 +43,7 @@ PROBLEMS = {
     "mixed over 3, of heads that do not nest": shared(CAPPED, Sizes(3, 4), *MIXED),
     "mixed over 2 in bfloat16": shared(SPEC, Sizes(2, num_pages=24), *MIXED, dtype="bfloat16"),
     "decode over 4 in bfloat16": shared(SPEC, Sizes(4, 4), *DECODES, dtype="bfloat16"),
+    "nothing to do": shared(SPEC, Sizes(4), [0, 0], [5, 30]),
     "mixed over 1": shared(SPEC, Sizes(1, num_pages=24), *MIXED),
 }
 
@@ -54,6 +55,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "interleave": {"interleave": 3},
     "no interleave": {"interleave": 0},
     "another cache": {"spec": AttentionSpec(12, 4, 16)},
+    "no spec": {"spec": None},
+    "no bucket": {"bucket": 8},
     "no table": {"batch": ([1], [9], None)},
     "narrow table": {"batch": ([1], [17], [[0]])},
     "a page of nobody": {"batch": ([1], [17], [[0, 16]])},

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from interop.batch import Bucket, RaggedBatch
-from interop.dcp import DCPPlan, check_combine, context_spec, own_bucket, own_spec
+from interop.dcp import DCPPlan, check_combine, context_bucket, context_spec, own_bucket, own_spec
 from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
@@ -24,7 +24,9 @@ from interop.spec import AttentionSpec, CacheSpec
 from . import attention
 from .cache import PagedKVCache
 from .collectives import Group, all_gather, all_to_all, check_group, reduce_scatter
+from .host_planning import check_kinds
 from .merging import combine_states, merge_states, pack_partial, scale_partial, unpack_partial
+from .planning import check_cache_spec
 from .planning import plan as plan_one
 
 __all__ = ["append", "attend", "paged_attention", "plan"]
@@ -79,6 +81,8 @@ def plan(
     rank, size = check_group(group)
 
     def make() -> DCPPlan[Tensor]:
+        check_kinds(spec, batch, bucket)
+        check_cache_spec(cache_spec)
         shards = TokenShards(size, interleave)
         check_dcp(spec, cache_spec, shards)
         return _plan(spec, cache_spec, batch, shards, rank, bucket, device, fallback, kernel)
@@ -112,7 +116,7 @@ def _plan(
         context_spec(spec),
         cache_spec,
         local,
-        bucket=bucket,
+        bucket=context_bucket(bucket, batch),
         device=device,
         fallback=fallback,
         kernel=kernel,
@@ -301,7 +305,7 @@ def _combine_ag_rs(out: Tensor, lse: Tensor, group: Group, rank: int) -> tuple[T
     size, tokens, heads = lses.shape
     scaled, total = scale_partial(out, lses, rank)
     # The heads of each rank one after another, [ranks, tokens, heads, width].
-    parts = scaled.view(tokens, size, heads // size, -1).transpose(0, 1)
+    parts = scaled.unflatten(1, (size, heads // size)).transpose(0, 1)
     mine = total.view(tokens, size, heads // size)[:, rank]
     return reduce_scatter(parts, group), mine.contiguous()
 
@@ -372,4 +376,3 @@ def _check_call(
             remedy="Make it with backend='nccl'.",
         )
     return rank
-

@@ -139,10 +139,7 @@ def handle_of(problem: Shared, mesh: Mesh) -> Any:
         cache.k.copy_(to_torch(sizes.dealt(problem.key_pool, each), "cpu"))
         cache.v.copy_(to_torch(sizes.dealt(problem.value_pool, each), "cpu"))
         caches.append(cache)
-    kv = jax_frontend.cache_handle(caches)
-    # Every process numbers the shards that it has.
-    numbers = np.array([mine.index(each) if each in mine else 0 for each in range(4)], np.int32)
-    return replace(kv, token=spread(numbers, mesh, P("dcp")))
+    return jax_frontend.cache_handle(caches, sharding=NamedSharding(mesh, P("dcp")))
 
 
 def errors(problem: Shared, cache_spec: Any, mesh: Mesh, process: int) -> dict[str, str]:
