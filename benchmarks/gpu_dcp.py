@@ -43,7 +43,11 @@ CALLS = 64  # of a graph that measures something small
 
 
 def partials(run: Run) -> None:
-    """Attention of all ranks over their own pages, one rank after another, against one cache."""
+    """Attention of all ranks over their own pages, one rank after another, against one cache.
+
+    Four launches pay four times for what a launch costs, so the plain kernel is measured on as many
+    bytes as one rank has, too.
+    """
     lengths = [CONTEXT] * REQUESTS
     layers = layers_for(kv_bytes(lengths))
     shape = decode_shape(REQUESTS, CONTEXT, layers=layers, ranks=RANKS)
@@ -56,6 +60,15 @@ def partials(run: Run) -> None:
 
     with run.attempt("one cache, PyTorch graph", shape):
         add("one cache, PyTorch graph", *_one_cache(run, query, lengths, layers))
+        torch.cuda.empty_cache()
+    with run.attempt("a cache of one share, PyTorch graph", shape):
+        share = [CONTEXT // RANKS] * REQUESTS
+        more = RANKS * layers
+        timing, family = _one_cache(run, query, share, more)
+        rate = kv_bytes(share) * more / timing.median
+        per_layer = timing.scaled(1e6 / more)
+        case = "a cache of one share, PyTorch graph"
+        run.add(case, shape, per_layer, "us/layer", gb_per_s=rate * 1e-9, family=family)
         torch.cuda.empty_cache()
     caches = [new_cache(layers, pages_for([CONTEXT // RANKS] * REQUESTS)) for _ in range(RANKS)]
     views, bucket = _views(lengths)

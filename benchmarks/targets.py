@@ -208,22 +208,34 @@ def _dcp_targets() -> Iterable[Target]:
         ),
         1.1,
     )
+    yield Target(
+        "dcp_partials",
+        "decode 4 x 32768 over 4 ranks: bandwidth of a rank / of the plain kernel on its share",
+        ">= 0.9",
+        _ratio(
+            ("dcp_partials", "ranks in turn, PyTorch graph"),
+            ("dcp_partials", "a cache of one share, PyTorch graph"),
+            field="gb_per_s",
+        ),
+        0.9,
+        at_most=False,
+    )
 
 
 def _cache_targets() -> Iterable[Target]:
     yield Target(
-        "allocator",
+        "cpu_allocator",
         "allocator: a page handed out or taken back, one request at a time",
         "<= 1000 ns",
-        _plain("allocator", "allocate, extend, free"),
+        _plain("cpu_allocator", "allocate, extend, free"),
         1000.0,
         unit="ns",
     )
     yield Target(
-        "allocator",
+        "cpu_allocator",
         "allocator: prefix lookup of a prompt of 32768 tokens, all found",
         "<= 1000 us",
-        _plain("allocator", "lookup, all found"),
+        _plain("cpu_allocator", "lookup, all found"),
         1000.0,
         unit="us",
     )

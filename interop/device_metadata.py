@@ -22,7 +22,7 @@ from .fa2_shape import FA2Shape
 from .host import INT32_MAX
 from .plan import MetadataLayout
 
-__all__ = ["DeviceShape", "metadata_of"]
+__all__ = ["DeviceShape", "metadata_of", "most_pages"]
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class DeviceShape:
     schedule: FA2Shape | None = None
     flashinfer_chunks: bool = False
 
-    def most_pages(self, width: int) -> int:
-        """Most pages of a request whose row of the table has `width` entries."""
-        return max(1, min(width, self.bucket.num_pages, INT32_MAX // self.page_size))
+
+def most_pages(bucket: Bucket, page_size: int, width: int) -> int:
+    """Most pages that a request of a bucket has in a table with rows of `width` entries; or 1."""
+    return max(1, min(width, bucket.num_pages, INT32_MAX // page_size))
 
 
 class _Requests(NamedTuple):
@@ -146,7 +147,7 @@ def metadata_of(
             ops,
             shape.schedule,
             ScheduleWork(tiled, ends - query_lens, ends, owner, pages),
-            width=shape.most_pages(width),
+            width=most_pages(bucket, shape.page_size, width),
             flashinfer_chunks=shape.flashinfer_chunks,
         )
     parts = [(start, fields[name]) for name, start, _ in shape.layout.fields]

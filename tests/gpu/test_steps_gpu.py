@@ -169,7 +169,9 @@ def attends(query: jax.Array, cache: Any, plan: Any) -> Any:
     out = query
     for layer in range(DECODING.num_layers):
         out = jax_frontend.attend(out + query, cache, plan, layer)
-    return out, cache
+    # A result of the program itself moves from step to step, and a call that writes it is recorded
+    # again: what is returned comes from an operation after it, as in a model.
+    return out * 2, cache
 
 
 def scanned_attends(query: jax.Array, cache: Any, plan: Any) -> Any:
@@ -177,7 +179,7 @@ def scanned_attends(query: jax.Array, cache: Any, plan: Any) -> Any:
         return jax_frontend.attend(out + query, cache, plan, layer), None
 
     out, _ = jax.lax.scan(body, query, jnp.arange(DECODING.num_layers))
-    return out, cache
+    return out * 2, cache
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
