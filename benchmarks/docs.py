@@ -31,6 +31,10 @@ SUMMARY = (
     "one of 32k",
     "one of 64k",
     "prefill 1 x 16384",
+    "append of",
+    "bf16 / fp8",
+    "allocator:",
+    "over 4 ranks",
 )
 
 Document = dict[str, Any]

@@ -189,6 +189,4 @@ def _judged(
     lost = xp.any(read & outside, axis=1)
     status = xp.where((status == 0) & lost, int(PlanStatus.PAGE_OUTSIDE_POOL), status)
     fits = status == 0
-    return _Requests(
-        query_lens, ends, xp.where(fits, kv_lens, 0), xp.where(fits, pages, 0), status
-    )
+    return _Requests(query_lens, ends, xp.where(fits, kv_lens, 0), xp.where(fits, pages, 0), status)

@@ -83,5 +83,7 @@ def reduce_scatter(rows: Tensor, group: Group) -> Tensor:
 def all_to_all(rows: Tensor, group: Group) -> Tensor:
     """``out[s]`` is what rank ``s`` has for this rank in ``rows[rank]``; both ``[ranks, ...]``."""
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    _run("all_to_all", dist.all_to_all_single, out.view(-1), rows.contiguous().view(-1), group=group)
+    _run(
+        "all_to_all", dist.all_to_all_single, out.view(-1), rows.contiguous().view(-1), group=group
+    )
     return out

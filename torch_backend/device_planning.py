@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,6 +69,21 @@ def device_static(
     check_kind("bucket", bucket, Bucket)
     check_specs(spec, cache_spec)
     check_bucket(bucket)
+    splits = None if split is None else bool(split)
+    return _static(spec, cache_spec, bucket, device, width, kernel, splits, bool(return_lse))
+
+
+@lru_cache(maxsize=1024)
+def _static(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec,
+    bucket: Bucket,
+    device: Device,
+    width: int,
+    kernel: str | None,
+    split: bool | None,
+    lse: bool,
+) -> tuple[PlanStatic, DeviceShape]:
     able = KERNELS[device.kind]
     name = able[0] if kernel is None else kernel
     if name not in able:
@@ -78,7 +95,7 @@ def device_static(
             remedy="Plan on the host for others.",
         )
     dtype = spec.dtype or cache_spec.dtype
-    rows, lse = bucket.num_requests + 1, bool(return_lse)
+    rows = bucket.num_requests + 1
     work = works_of(spec, cache_spec, dtype, bucket, rows, device, lse)[0]
     if (reason := FAMILIES[name].refuse(work)) is not None:
         raise UnsupportedError(
@@ -110,9 +127,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ArgumentError(name, given=type(value).__name__, wanted=f"a {kind.__name__}")
 
 
-def _variant(
-    part: Part, bucket: Bucket, split: bool | None, most: int, by_flashinfer: bool
-) -> int:
+def _variant(part: Part, bucket: Bucket, split: bool | None, most: int, by_flashinfer: bool) -> int:
     """Choose whether the bucket's schedule may split."""
     whole = _schedule(part, SPLIT)
     able = counts_fit(whole, most) and whole.scratch_bytes < MAX_SCRATCH_BYTES

@@ -125,8 +125,7 @@ def host_plans(
     )
     decodes = _leading_decodes(batch) if served.mixed is not None else 0
     prepared = [
-        _Prepared.of(each, cache_spec, served, rows, decodes, bucket.num_tokens)
-        for each in batches
+        _Prepared.of(each, cache_spec, served, rows, decodes, bucket.num_tokens) for each in batches
     ]
     # Where batches need different variants, the highest serves all of them.
     decided = [each.decisions for each in prepared]

@@ -174,7 +174,7 @@ class Operands(NamedTuple):
 
     def as_torch(self) -> Operands:
         """Return these operands with every buffer but the metadata as a torch tensor of it."""
-        views = {
+        views: dict[str, Any] = {
             name: torch_view(value)
             for name, value in self._asdict().items()
             if name != "metadata" and value is not None
