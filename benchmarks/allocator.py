@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_backend.allocator import PageAllocator
+from torch_backend.paging.allocator import PageAllocator
 
 from .recording import Run
 from .timing import measure_calls

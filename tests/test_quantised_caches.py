@@ -191,7 +191,7 @@ def engine_layers(dtype: torch.dtype, order: str) -> tuple[Any, list[torch.Tenso
     """An engine's cache: what it hands over, and each layer as it sees it."""
     sizes = {"L": 3, "B": 12, "H": HEADS, "N": PAGE, "C": 2 * WIDTH}
     whole = torch.zeros([sizes[letter] for letter in order], dtype=dtype)
-    logical = [layer for layer in whole.permute([order.index(x) for x in "LBHNC"])]
+    logical = list(whole.permute([order.index(x) for x in "LBHNC"]))
     return whole, logical
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import dcp
-from .allocator import PageAllocator
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PagedKVCache, largest_num_pages
 from .merging import combine_states, merge_states
+from .paging import PageAllocator
 from .planning import explain, plan
 from .quantising import ScaleCalibrator, calibrate_scales
 from .saved import SavedPages

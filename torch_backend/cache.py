@@ -21,7 +21,7 @@ from interop.errors import (
 from interop.spec import AttentionSpec, CacheSpec
 
 from .layouts import import_packed
-from .page_copies import CopyPages
+from .paging import CopyPages
 from .quantising import check_scales
 from .shared_memory import SharedPools, attach_shared, create_shared
 from .writing import warm

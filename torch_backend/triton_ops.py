@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .triton_items import (
     OPTIONS,
-    PROGRAM_BYTES,
     load_items,
     none_of,
     scales_of_one,

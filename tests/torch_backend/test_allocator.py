@@ -14,7 +14,7 @@ import pytest
 
 from interop.errors import ArgumentError, LengthError, OutOfPagesError, ShapeError
 from torch_backend import PageAllocator
-from torch_backend.allocator import AllocatorStats, CopyPages
+from torch_backend.paging.allocator import AllocatorStats, CopyPages
 
 
 def serve(

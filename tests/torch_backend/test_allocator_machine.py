@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from interop.errors import ArgumentError, OutOfPagesError
-from torch_backend.allocator import PageAllocator
+from torch_backend.paging.allocator import PageAllocator
 
 NUM_PAGES, SIZE, RESERVED, WATERMARK = 21, 3, 2, 2
 TOTAL = NUM_PAGES - RESERVED
