@@ -209,8 +209,19 @@ def cache_handle(
     return CacheHandle(token, _registered(shards, name), shards[0].spec)
 
 
+def _check_sharding(sharding: object) -> None:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise DeviceError(
+            "sharding",
+            given=repr(sharding),
+            wanted="a jax.sharding.Sharding",
+            remedy="For one device pass jax.sharding.SingleDeviceSharding(device).",
+        )
+
+
 def _token(count: int, sharding: jax.sharding.Sharding) -> jax.Array:
     """Order token of a process's shards, whose elements number them within the process."""
+    _check_sharding(sharding)
     if sharding.is_fully_addressable:
         return jax.device_put(np.arange(count, dtype=np.int32), sharding)
     total = (len(sharding.device_set),)
@@ -336,13 +347,7 @@ def init_cache(
     """
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(default_device())
-    if not isinstance(sharding, jax.sharding.Sharding):
-        raise DeviceError(
-            "sharding",
-            given=repr(sharding),
-            wanted="a jax.sharding.Sharding",
-            remedy="For one device pass jax.sharding.SingleDeviceSharding(device).",
-        )
+    _check_sharding(sharding)
     device: jax.Device = next(iter(sharding.device_set))
     shape = CacheSpec.of(
         spec,
