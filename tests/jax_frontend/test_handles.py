@@ -64,7 +64,7 @@ def test_threads_that_need_a_name_at_once_get_different_ones() -> None:
 
 def test_a_refused_call_gives_no_name_and_keeps_no_cache() -> None:
     cache = new_cache()
-    with pytest.raises(DeviceError, match="sharding: got 3, want a jax.sharding.Sharding"):
+    with pytest.raises(DeviceError, match=r"sharding: got 3, want a jax\.sharding\.Sharding"):
         jax_frontend.cache_handle(cache, name="refused", sharding=3)  # type: ignore[arg-type]
     with pytest.raises(CacheNotFoundError):
         jax_frontend.release_cache("refused")
