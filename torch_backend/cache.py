@@ -47,9 +47,9 @@ class PagedKVCache:
     device
         Where the pool lies, e.g. ``"cpu"``, ``"cuda"``, ``"cuda:1"``.
     scales
-        Of a quantised cache, ``real / stored`` of keys and values: a pair of numbers, or an array
-        ``[num_layers, 2]`` or ``[num_layers, 2, num_kv_heads]``; see `quantising.check_scales`. All
-        1 when left out. On a cache that is not quantised they are ignored, with a warning.
+        Of a quantised cache, ``real / stored`` of keys and values: a number, a tuple of keys' and
+        values' own, or an array; see `quantising.check_scales` for their shapes. All 1 when left
+        out. On a cache that is not quantised they are ignored, with a warning.
 
     Attributes
     ----------

@@ -8,9 +8,9 @@ FP8: ``stored = fp8(clamp(x / scale, -max, max))``; NaN becomes the byte ``0x7f`
 
 NVFP4: 16 values along a head share a block scale ``s``, itself an e4m3 number. With the head's
 global scale ``g`` and ``a = max|x|`` of the block, ``s = e4m3(min((a / 6) / g, 448))`` and
-``step = s * g``. Each value is stored as ``e2m1(x / step)``, no further from 0 than 6, and reads as
-``e2m1 * step``. Where ``step`` is 0 all data are 0. NaN in a block makes ``s`` the byte ``0x7f``
-and its data 0, so that all of the block reads as NaN.
+``step = s * g``. Each value is stored as ``e2m1(x / step)``, no further from 0 than 6 and with the
+sign of ``x``, and reads as ``e2m1 * step``. Where ``step`` is 0 all data are 0. NaN in a block
+makes ``s`` the byte ``0x7f`` and its data 0, so that all of the block reads as NaN.
 
 The variant "4-over-6" also tries ``(a / 4) / g`` in place of ``(a / 6) / g`` and keeps it if its
 error is smaller, which wastes the largest e2m1 number but has finer steps below it. The error is
@@ -107,7 +107,7 @@ def _with_scale(blocks: Tensor, wanted: Tensor, scale: Tensor) -> tuple[Tensor, 
     for i in range(1, NVFP4_BLOCK):
         # One after another, as a kernel adds them.
         error = error + squares[..., i]
-    negative = torch.signbit(scaled) & (step > 0.0)
+    negative = torch.signbit(blocks) & (step > 0.0)
     return block_scale, codes + 8 * negative, error
 
 
@@ -334,18 +334,19 @@ def check_scales(scales: object | None, cache_spec: CacheSpec) -> Tensor:
     ----------
     scales
         `None` for 1 everywhere, or a number for all; a tuple ``(key, value)``, each of them a
-        number, ``[num_layers]`` or ``[num_layers, num_kv_heads]``; an array ``[2]`` of numbers for
-        keys and for values, ``[num_layers, 2]`` or ``[num_layers, 2, num_kv_heads]``. Lists are
-        arrays.
+        number, ``[num_layers]`` or ``[num_layers, num_kv_heads]``; or an array (a list, too)
+        ``[2]``, ``[num_layers, 2]`` or ``[num_layers, 2, num_kv_heads]``, whose 2 are keys and
+        values.
     cache_spec
         The cache.
 
     Raises
     ------
     ShapeError
-        For another shape, among them ``[num_kv_heads]``: it does not say which side's they are.
+        For another shape.
     ArgumentError
-        For a scale that is no positive number.
+        For a scale that is no positive number, is so small that float32 has it with fewer bits, or
+        so large that the largest stored number would read as infinite.
     """
     layers, _, heads = shape = cache_spec.scales_shape
     # Tensors made in inference mode could be replaced in that mode only.
@@ -355,9 +356,7 @@ def check_scales(scales: object | None, cache_spec: CacheSpec) -> Tensor:
             given = f"a tuple of shapes {[list(side.shape) for side in sides]}"
         else:
             array = _floats(1.0 if scales is None else scales)
-            sides = (
-                [array, array] if array.ndim == 0 else list(array.unbind(min(array.ndim, 2) - 1))
-            )
+            sides = list(array.unbind(min(array.ndim, 2) - 1)) if array.ndim else [array] * 2
             given = f"shape {list(array.shape)}"
         if len(sides) != 2 or any(
             side.shape not in ((), (layers,), (layers, heads)) for side in sides
@@ -371,14 +370,15 @@ def check_scales(scales: object | None, cache_spec: CacheSpec) -> Tensor:
             )
         wide = [side.unsqueeze(-1) if side.ndim == 1 else side for side in sides]
         table = torch.stack([side.expand(layers, heads) for side in wide], dim=1)
-    wrong = ~(torch.isfinite(table) & (table >= SMALLEST_SCALE))
+    most = torch.finfo(torch.float32).max / _largest(cache_spec.dtype)
+    wrong = ~((table >= SMALLEST_SCALE) & (table <= most))
     if bool(wrong.any()):
         layer, side, head = torch.nonzero(wrong)[0].tolist()
         raise ArgumentError(
             "scales",
             given=f"{float(table[layer, side, head])} for {('keys', 'values')[side]} "
             f"of head {head} in layer {layer}",
-            wanted=f"a finite number from {SMALLEST_SCALE:.3g} on: what a stored 1 stands for",
+            wanted=f"a number from {SMALLEST_SCALE:.3g} to {most:.3g}: what a stored 1 stands for",
             remedy="ScaleCalibrator finds scales from samples.",
         )
     return table
