@@ -20,6 +20,7 @@ from .spec import ELEMENT_BYTES, AttentionSpec
 __all__ = [
     "COMBINES",
     "DCPPlan",
+    "batch_bytes",
     "check_combine",
     "context_bucket",
     "context_spec",
@@ -104,6 +105,14 @@ def own_bucket(bucket: Bucket | None) -> Bucket | None:
     if bucket is None:
         return None
     return Bucket(bucket.num_requests, bucket.num_tokens, bucket.num_tokens, bucket.max_query_len)
+
+
+def batch_bytes(batch: object) -> bytes:
+    """All that a batch says, as bytes to compare between ranks; of another kind its name."""
+    if not isinstance(batch, RaggedBatch):
+        return type(batch).__name__.encode()
+    table = b"" if batch.page_table is None else batch.page_table.tobytes()
+    return b"|".join((batch.query_lens.tobytes(), batch.kv_lens.tobytes(), table))
 
 
 def check_combine(combine: object) -> None:

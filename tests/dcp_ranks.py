@@ -1,4 +1,4 @@
-"""One rank of a group of processes, each of which runs ``python dcp_ranks.py``.
+"""Ranks that are processes: what one of them does, and how a test starts a group of them.
 
 What a rank is to do is the name of a function below. It leaves what it found in a file of its own,
 for the test that started it.
@@ -6,15 +6,18 @@ for the test that started it.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
-import sys
+import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,11 +28,39 @@ from problem import from_torch, to_torch
 from interop import AttentionSpec, Bucket
 from interop.dcp import COMBINES
 from interop.errors import IsthmusError
-from torch_backend import PagedKVCache, dcp
+from torch_backend import PagedKVCache, collectives, dcp
 
 # 24 query heads are a multiple of every number of ranks; 3 ranks' heads are no runs of KV heads.
 SPEC = AttentionSpec(24, 2, 8)
 TIMEOUT = timedelta(seconds=20)
+
+SECONDS = 120
+
+
+def run_ranks(folder: Path, name: str, ranks: int, *, lost: int = 0) -> list[Any]:
+    """Start the processes: what each of them found, of all but the last `lost` ones."""
+    # One process imports all of this once, and every rank is forked from it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    here = Path(__file__).resolve().parent
+    with mock.patch.dict(os.environ, PYTHONPATH=f"{here.parent}{os.pathsep}{here}"):
+        processes = [
+            context.Process(target=main, args=(name, rank, ranks, folder)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+    try:
+        deadline = time.monotonic() + SECONDS
+        for rank, process in enumerate(processes[: ranks - lost]):
+            process.join(max(1.0, deadline - time.monotonic()))
+            error = folder / f"error{rank}"
+            said = error.read_text() if error.exists() else f"exit code {process.exitcode}"
+            assert process.exitcode == 0, f"rank {rank}: {said}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(ranks - lost)]
 
 
 @dataclass(frozen=True)
@@ -171,9 +202,9 @@ def _said(call: Any) -> str:
 
 
 def disagree(rank: Rank) -> dict[str, str]:
-    """Give each rank something of its own; nobody may wait for anybody."""
-    problem = small()
-    first = rank.rank == 0
+    """Give the last rank something of its own; nobody may wait for anybody."""
+    problem = small(ranks=rank.ranks)
+    odd = rank.rank == rank.ranks - 1
     cache = cache_of(problem, rank.rank)
 
     def plan(**changes: Any) -> Any:
@@ -183,12 +214,13 @@ def disagree(rank: Rank) -> dict[str, str]:
             "batch": problem.batch,
             "interleave": 2,
             "bucket": problem.bucket,
-        } | (changes if first else {})
+            "kernel": None,
+        } | (changes if odd else {})
         names = ("spec", "cache_spec", "batch")
-        rest = {name: given[name] for name in ("interleave", "bucket")}
+        rest = {name: given[name] for name in ("interleave", "bucket", "kernel")}
         return dcp.plan(*(given[name] for name in names), rank.group, **rest)
 
-    longer = shared(SMALL, Sizes(2, 2), [1, 3], [10, 12]).batch
+    longer = shared(SMALL, Sizes(rank.ranks, 2), [1, 3], [10, 12]).batch
     said = {
         name: _said(lambda changes=changes: plan(**changes))
         for name, changes in {
@@ -197,6 +229,7 @@ def disagree(rank: Rank) -> dict[str, str]:
             "batch": {"batch": longer},
             "interleave": {"interleave": 1},
             "bucket": {"bucket": Bucket(4, 8, 32)},
+            "kernel": {"kernel": "reference"},
             "a window": {"spec": replace(SMALL, sliding_window=4)},
             "no batch": {"batch": None},
         }.items()
@@ -204,6 +237,51 @@ def disagree(rank: Rank) -> dict[str, str]:
     # And after all of that the group still works.
     said["nothing"] = _said(plan)
     return said
+
+
+def refuses(rank: Rank) -> dict[str, Any]:
+    """Rank 0 refuses a call, and lives; the others come alone to the first collective."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    problem = small(ranks=rank.ranks)
+    cache = cache_of(problem, rank.rank)
+    plan = dcp.plan(problem.spec, cache.spec, problem.batch, rank.group, interleave=2)
+    query, key, value = rows_of(problem, rank.rank)
+    if rank.rank == 0:
+        query = query[1:]
+    start = time.monotonic()
+    said = _said(lambda: dcp.paged_attention(query, key, value, cache, plan, 0, group))
+    seconds = time.monotonic() - start
+    dist.barrier()  # the other group still works, and rank 0 is there until all are done
+    return {"said": said, "seconds": seconds}
+
+
+def collect(rank: Rank) -> dict[str, Any]:
+    """What each collective gives, over the whole group, and over a part of it in its own order."""
+    part = [0, 2]
+    pair = dist.new_group(part, timeout=TIMEOUT)
+    found: dict[str, Any] = {}
+    for name, group in (("all", rank.group), ("pair", pair)):
+        if name == "pair" and rank.rank not in part:
+            found["outside"] = _said(lambda: collectives.check_group(pair))
+            continue
+        here, size = collectives.check_group(group)
+        rows = 100 * rank.rank + torch.arange(float(size * 6)).view(size, 2, 3)
+        strided = rows.transpose(1, 2)
+        none = torch.empty(size, 0, 3)
+        found[name] = {
+            "place": (here, size),
+            "all_gather": collectives.all_gather(rows[0].T, group),
+            "reduce_scatter": collectives.reduce_scatter(strided, group),
+            "all_to_all": collectives.all_to_all(strided, group),
+            "of 16 bits": collectives.all_to_all(strided.bfloat16(), group),
+            "of none": [
+                collective(none, group).shape
+                for collective in (
+                    collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all
+                )
+            ],
+        }  # fmt: skip
+    return found
 
 
 def dies(rank: Rank) -> dict[str, Any]:
@@ -219,18 +297,17 @@ def dies(rank: Rank) -> dict[str, Any]:
     return {"said": _said(lambda: [dcp.attend(*rows, cache, plan, 0, group) for _ in range(2)])}
 
 
-def main(name: str, rank: int, ranks: int, folder: str) -> None:
+def main(name: str, rank: int, ranks: int, folder: Path) -> None:
     """Run function `name` as one of several ranks."""
-    # The reference family is asked for on purpose.
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    found = globals()[name](Rank(rank, ranks))
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+    try:
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        found = globals()[name](Rank(rank, ranks))
+        (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
+    except BaseException:
+        (folder / f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
     # No goodbye to a group that may have lost a rank.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -99,7 +99,7 @@ def attend(
     check_cache(cache, plan)
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
-    pools = _layer(cache, layer)
+    pools = checked_pools(cache, layer)
     return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
 
 
@@ -244,7 +244,7 @@ def _write(
     key: Tensor, value: Tensor, cache: PagedKVCache, plan: AttentionPlan[Tensor], layer: int
 ) -> tuple[Tensor, Tensor]:
     """Write rows to their slots; returns the layer's pools."""
-    pools = _layer(cache, layer)
+    pools = checked_pools(cache, layer)
     slots = plan.views["slot_mapping"]
     write_rows(key, value, *pools, cache.spec, slots, *cache.scale_operands(layer))
     return pools
@@ -275,7 +275,8 @@ def _launch(
     return out if lse is None else (out, lse)
 
 
-def _layer(cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
+def checked_pools(cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
+    """One layer's pools; raises `ArgumentError` for a layer that the cache lacks."""
     known = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
     if not known or not 0 <= layer < cache.spec.num_layers:
         raise ArgumentError(

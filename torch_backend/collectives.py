@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interop.errors import ArgumentError, CollectiveError, ShapeError
 
-__all__ = ["all_gather", "all_to_all", "check_group", "reduce_scatter"]
+__all__ = ["all_gather", "all_to_all", "backend_of", "check_group", "reduce_scatter"]
 
 Group = Any  # torch.distributed.ProcessGroup, which builds without distributed lack
 
@@ -40,6 +40,16 @@ def check_group(group: Group) -> tuple[int, int]:
             "is in", remedy=remedy,
         )  # fmt: skip
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def backend_of(group: Group, kind: str) -> str | None:
+    """Name of the backend by which a group moves tensors of a kind of device, `None` if of none.
+
+    A group may have one for each kind, and a group made without a name has the default ones, so
+    the name that it was made with does not say.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return dict(pairs).get(kind)
 
 
 def _named(new: str, old: str) -> Callable[..., Any]:

@@ -7,23 +7,30 @@ argument of every call; nothing is kept between calls.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from interop.batch import Bucket, RaggedBatch
-from interop.dcp import DCPPlan, check_combine, context_bucket, context_spec, own_bucket, own_spec
+from interop.dcp import (
+    DCPPlan,
+    batch_bytes,
+    check_combine,
+    context_bucket,
+    context_spec,
+    own_bucket,
+    own_spec,
+)
 from interop.errors import ArgumentError, DeviceError, PlanError
 from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
 from interop.spec import AttentionSpec, CacheSpec
 
 from . import attention
+from .agreement import agreed
 from .cache import PagedKVCache
-from .collectives import Group, all_gather, all_to_all, check_group, reduce_scatter
+from .collectives import Group, all_gather, all_to_all, backend_of, check_group, reduce_scatter
 from .host_planning import check_kinds
 from .merging import combine_states, merge_states, pack_partial, scale_partial, unpack_partial
 from .planning import check_cache_spec
@@ -89,14 +96,15 @@ def plan(
 
     if not verify:
         return make()
-    given: dict[str, str | bytes] = {
-        "spec": repr(spec),
-        "cache_spec": repr(cache_spec),
-        "interleave": repr(interleave),
-        "bucket": repr(bucket),
-        "batch": _batch_bytes(batch),
+    given = {
+        "spec": repr(spec).encode(),
+        "cache_spec": repr(cache_spec).encode(),
+        "interleave": repr(interleave).encode(),
+        "bucket": repr(bucket).encode(),
+        "kernel": repr(kernel).encode(),
+        "batch": batch_bytes(batch),
     }
-    return _agreed(make, given, group, device)
+    return agreed(make, given, group, device)
 
 
 def _plan(
@@ -132,59 +140,6 @@ def _plan(
             fallback=fallback,
         )
     return DCPPlan(context, own, spec, shards)
-
-
-def _batch_bytes(batch: object) -> bytes:
-    if not isinstance(batch, RaggedBatch):
-        return type(batch).__name__.encode()
-    table = b"" if batch.page_table is None else batch.page_table.tobytes()
-    return b"|".join((batch.query_lens.tobytes(), batch.kv_lens.tobytes(), table))
-
-
-def _agreed(
-    make: Callable[[], DCPPlan[Tensor]],
-    given: dict[str, str | bytes],
-    group: Group,
-    device: torch.device | str | None,
-) -> DCPPlan[Tensor]:
-    """Return ``make()`` where all ranks were given the same; raise on all ranks where not."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as refused:  # whatever it is, the others have to hear of it
-        error = refused
-    where = torch.device("cpu")
-    if "nccl" in torch.distributed.get_backend(group):
-        where = torch.device(device) if device is not None else torch.device("cuda")
-    words = [_digest(value) for value in given.values()]
-    mine = torch.tensor([int(error is not None), *words], dtype=torch.int64, device=where)
-    everyone = all_gather(mine, group).cpu()
-    if error is not None:
-        raise error
-    assert made is not None
-    refused_by = torch.nonzero(everyone[:, 0]).flatten().tolist()
-    if refused_by:
-        raise PlanError(
-            "plan",
-            given=f"arguments that rank {refused_by[0]} refused",
-            wanted="arguments that every rank can plan with",
-            remedy="That rank's own error says what it is.",
-        )
-    for number, name in enumerate(given, start=1):
-        column = everyone[:, number]
-        if bool((column != column[0]).any()):
-            other = int(torch.nonzero(column != column[0]).flatten()[0])
-            raise PlanError(
-                name,
-                given=f"different ones on rank 0 and rank {other}",
-                wanted="the same on every rank of the group",
-            )
-    return made
-
-
-def _digest(value: str | bytes) -> int:
-    data = value.encode() if isinstance(value, str) else value
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def append(
@@ -259,22 +214,54 @@ def attend(
     Raises
     ------
     FrameworkError, ShapeError, DTypeError, DeviceError, PlanError, ArgumentError
-        For arguments that do not fit the plan, before the first collective.
+        For arguments that do not fit the plan, before this rank's first collective. Ranks are not
+        asked again for what they have: where only some refuse, the others wait for the group's
+        timeout.
     CollectiveError
-        If another rank is gone.
+        If another rank is gone, or did not come within the group's timeout.
     """
-    rank = _check_call(query, key, value, cache, plan, group, combine)
+    rank = _check_call(query, key, value, cache, plan, layer, group, combine)
+    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: PagedKVCache,
+    plan: DCPPlan[Tensor],
+    layer: int,
+    group: Group,
+    combine: str,
+    rank: int,
+) -> tuple[Tensor, Tensor]:
     gathered = _gather_heads(query, group)
     out, lse = attention.attend(gathered, cache, plan.context, layer, return_lse=True)
     if combine == "a2a":
-        out, lse = _combine_a2a(out, lse, group)
+        out, lse = _combine_a2a(out, lse, group, plan.shards.size)
     else:
         out, lse = _combine_ag_rs(out, lse, group, rank)
     if plan.own is not None:
         out, lse = _with_own_rows(query, key, value, plan, rank, out, lse)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
+@overload
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
+    layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
+    layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
+    layer: int, group: Group, *, combine: str = "ag_rs", return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_attention(
     query: Tensor,
     key: Tensor,
@@ -288,11 +275,10 @@ def paged_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`append` and `attend` in one call."""
-    _check_call(query, key, value, cache, plan, group, combine)
-    append(key, value, cache, plan, layer)
-    return attend(
-        query, key, value, cache, plan, layer, group, combine=combine, return_lse=return_lse
-    )
+    rank = _check_call(query, key, value, cache, plan, layer, group, combine)
+    attention.append(key, value, cache, plan.context, layer)
+    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank)
+    return (out, lse) if return_lse else out
 
 
 def _gather_heads(query: Tensor, group: Group) -> Tensor:
@@ -310,8 +296,7 @@ def _combine_ag_rs(out: Tensor, lse: Tensor, group: Group, rank: int) -> tuple[T
     return reduce_scatter(parts, group), mine.contiguous()
 
 
-def _combine_a2a(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    size = torch.distributed.get_world_size(group)
+def _combine_a2a(out: Tensor, lse: Tensor, group: Group, size: int) -> tuple[Tensor, Tensor]:
     packed = all_to_all(pack_partial(out, lse, size), group)
     return combine_states(*unpack_partial(packed))
 
@@ -350,6 +335,7 @@ def _check_call(
     value: Tensor,
     cache: PagedKVCache,
     plan: DCPPlan[Tensor],
+    layer: int,
     group: Group,
     combine: str,
 ) -> int:
@@ -368,11 +354,15 @@ def _check_call(
     shape = (tokens, plan.num_local_heads, spec.head_dim)
     attention.check_rows("query", query, shape, plan.context)
     attention.check_key_value(key, value, plan.context)
-    if "gloo" in torch.distributed.get_backend(group) and query.is_cuda:
+    attention.checked_pools(cache, layer)  # or it would be refused between two collectives
+    kind = query.device.type
+    backend = backend_of(group, kind)
+    if backend is None or (kind == "cuda" and backend == "gloo"):
+        gpu = kind == "cuda"
         raise DeviceError(
             "group",
-            given="a gloo group for tensors on a GPU",
-            wanted="a group whose backend moves GPU memory",
-            remedy="Make it with backend='nccl'.",
+            given=f"one that moves {kind} tensors with {backend or 'nothing'}",
+            wanted=f"a group for tensors on {query.device}",
+            remedy=f"Make it with backend='{'nccl' if gpu else 'gloo'}', or 'cpu:gloo,cuda:nccl'.",
         )
     return rank
