@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .batch import Bucket, RaggedBatch
 from .dcp import DCPPlan
+from .device_status import PlanStatus
 from .errors import IsthmusError
 from .plan import AttentionPlan, Launch, MetadataLayout, PlanStatic
 from .sharding import TokenShards
@@ -22,6 +23,7 @@ __all__ = [
     "Launch",
     "MetadataLayout",
     "PlanStatic",
+    "PlanStatus",
     "RaggedBatch",
     "TokenShards",
 ]

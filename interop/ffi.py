@@ -19,7 +19,16 @@ import tvm_ffi
 from .attributes import ATTRIBUTES, Call, decode, encode
 from .errors import TransformError
 
-__all__ = ["TARGETS", "bind", "foreign_call", "guard", "python_calls", "xla_stream"]
+__all__ = [
+    "TARGETS",
+    "bare_call",
+    "bind",
+    "foreign_call",
+    "guard",
+    "name_of",
+    "python_calls",
+    "xla_stream",
+]
 
 TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append")
 # Calls of this target wait for the device or allocate, so XLA may not record them.
@@ -88,10 +97,25 @@ def foreign_call(
     TransformError
         Under ``vmap`` and differentiation.
     """
-    ffi = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases or {})
+    return bare_call(target, call, guard(name_of(target), *operands), results, aliases=aliases)
 
-    name = target.removeprefix("isthmus_").removesuffix("_waiting")
-    return tuple(ffi(*guard(name, *operands), **encode(call)))
+
+def bare_call(
+    target: str,
+    call: Call,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
+    """As `foreign_call`, for operands that went through `guard` before."""
+    ffi = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases or {})
+    return tuple(ffi(*operands, **encode(call)))
+
+
+def name_of(target: str) -> str:
+    """What a target does, as messages call it: ``"attend"`` or ``"append"``."""
+    return target.removeprefix("isthmus_").removesuffix("_waiting")
 
 
 def guard(name: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -7,8 +7,12 @@ from interop.ffi import TARGETS as FFI_TARGETS
 from . import dcp, handlers, pytrees
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import CacheArrays, CacheHandle, cache_handle, init_cache, release_cache
+from .compat import ragged_paged_attention
+from .device_planning import plan_on_device
+from .inspection import assert_no_cache_copies
 from .merging import combine_states, merge_states
 from .ordering import jax_after_torch, torch_after_jax
+from .partitioning import spec_of_shard
 from .planning import plan
 
 __all__ = [
@@ -16,6 +20,7 @@ __all__ = [
     "CacheArrays",
     "CacheHandle",
     "append",
+    "assert_no_cache_copies",
     "attend",
     "cache_handle",
     "combine_states",
@@ -25,8 +30,11 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan",
+    "plan_on_device",
     "ragged_attention",
+    "ragged_paged_attention",
     "release_cache",
+    "spec_of_shard",
     "torch_after_jax",
 ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from interop.attributes import Call
 from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
-from interop.ffi import foreign_call, guard
+from interop.ffi import guard
 from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
@@ -21,6 +21,7 @@ from torch_backend.planning import check_lse, check_without_cache
 
 from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
+from .partitioning import foreign_call, shards_of, spec_of_all
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
@@ -75,9 +76,9 @@ def attend(
     TransformError
         Under ``vmap`` and differentiation.
     """
-    check_cache(cache, plan)
+    shards = _check_call(query, "num_qo_heads", cache, plan)
     check_lse(plan.static, return_lse)
-    check_rows("query", query, plan.static.query_shape, plan)
+    check_rows("query", query, plan.static.query_shape, plan, shards)
     out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
@@ -106,8 +107,8 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     FrameworkError, ShapeError, DTypeError, PlanError, ArgumentError, TransformError
         As `attend` does.
     """
-    check_cache(cache, plan)
-    check_key_value(key, value, plan)
+    shards = _check_call(key, "num_kv_heads", cache, plan)
+    check_key_value(key, value, plan, shards)
     static, shape = plan.static, cache.spec
     metadata = _owned(plan)
     slots = static.layout.views(metadata)["slot_mapping"]
@@ -116,7 +117,7 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
         # -1 is no slot and stays none; a layer that the cache lacks has no slots.
         inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
         slots = jnp.where(inside, slots + offset * shape.page_size, -1)
-    launch = Launch("append", "rows", plan.spec, shape)
+    launch = Launch("append", "rows", plan.spec, static.cache)
     which: tuple[jax.Array, ...] = _layer_operand(layer, shape)
     if isinstance(cache, CacheHandle):
         call = Call(launch, cache.name, number, False)
@@ -147,10 +148,10 @@ def paged_attention(
     Where the plan's bucket promises requests without context, attention reads `key` and `value`
     themselves and the pages are only written.
     """
-    check_cache(cache, plan)
+    shards = _check_call(query, "num_qo_heads", cache, plan)
     check_lse(plan.static, return_lse)
-    check_rows("query", query, plan.static.query_shape, plan)
-    check_key_value(key, value, plan)
+    check_rows("query", query, plan.static.query_shape, plan, shards)
+    check_key_value(key, value, plan, shards)
     # Before the write, so that a transformation of the query alone is refused before it, too.
     query, key, value = guard("paged_attention", query, key, value)
     cache = append(key, value, cache, plan, layer)
@@ -171,8 +172,10 @@ def ragged_attention(
     _check_plan(plan)
     check_without_cache(plan.static)
     check_lse(plan.static, return_lse)
-    check_rows("query", query, plan.static.query_shape, plan)
-    check_key_value(key, value, plan)
+    spec = plan.spec
+    shards = min(shards_of(query, spec.num_qo_heads), shards_of(key, spec.num_kv_heads))
+    check_rows("query", query, plan.static.query_shape, plan, shards)
+    check_key_value(key, value, plan, shards)
     out, lse = _own(query, key, value, plan, return_lse)
     return (out, lse) if return_lse else out
 
@@ -226,9 +229,12 @@ def _launch(
     written: tuple[jax.Array, ...] = ()
     for number, call in enumerate(calls):
         launch, family = call.launch, FAMILIES[call.launch.family]
-        results = [jax.ShapeDtypeStruct(static.out_shape, static.query_dtype)]
+        # Of all shards' heads where the arrays are (see `partitioning`).
+        tokens, heads, _ = operands[0].shape
+        shape = (tokens, heads, static.spec.head_dim_v)
+        results = [jax.ShapeDtypeStruct(shape, static.query_dtype)]
         if call.lse:
-            results.append(jax.ShapeDtypeStruct(static.out_shape[:2], jnp.float32))
+            results.append(jax.ShapeDtypeStruct(shape[:2], jnp.float32))
         rows = len(results)
         if launch.scratch_bytes:
             results.append(jax.ShapeDtypeStruct((launch.scratch_bytes,), jnp.uint8))
@@ -311,7 +317,15 @@ def _check_plan(plan: object) -> None:
         )
 
 
-def check_cache(cache: object, plan: Plan) -> None:
+def _check_call(rows: jax.Array, heads: str, cache: object, plan: Plan) -> int:
+    """Check plan and cache, and return how many shards' heads the arrays have."""
+    _check_plan(plan)
+    shards = shards_of(rows, getattr(plan.spec, heads), cache, plan.static.cache)
+    check_cache(cache, plan, shards)
+    return shards
+
+
+def check_cache(cache: object, plan: Plan, shards: int = 1) -> None:
     _check_plan(plan)
     if not isinstance(cache, (CacheHandle, CacheArrays, ArrangedArrays)):
         raise FrameworkError(
@@ -320,41 +334,48 @@ def check_cache(cache: object, plan: Plan) -> None:
             wanted="a CacheHandle or CacheArrays",
             remedy="Make one with jax_frontend.cache_handle(cache) or jax_frontend.init_cache.",
         )
-    if cache.spec != plan.static.cache:
+    wanted = plan.static.cache
+    # Pools of all shards may have one shard's spec, as under shard_map, or their own.
+    whole = wanted if wanted is None else spec_of_all(wanted, shards)
+    if cache.spec != wanted and (isinstance(cache, CacheHandle) or cache.spec != whole):
         raise PlanError(
             "cache",
             given=f"one of {cache.spec}",
-            wanted=f"the cache that the plan was made for, {plan.static.cache}",
+            wanted=f"the cache that the plan was made for, {wanted}",
             remedy="Plan with the spec of the cache that is passed here.",
         )
     if isinstance(cache, CacheHandle):
-        if cache.token.shape != (1,):
+        if cache.token.shape != (shards,):
             raise PlanError(
                 "cache",
                 given=f"a handle of {cache.token.size} shards",
                 wanted="the handle of one shard",
-                remedy="Inside jax.shard_map, split the handle over the mesh axis of its shards.",
+                remedy="Inside jax.shard_map, split the handle over the mesh axis of its shards. "
+                "Outside of it, pass rows with the heads of all shards.",
             )
         return
     if isinstance(cache, ArrangedArrays):
         return  # checked by whoever made it, who knows the caller's names
-    shape = cache.spec
+    shape = cache.spec if shards == 1 or whole is None else whole
     _check_array("cache.k", cache.k, shape.key_shape, shape.storage_dtype, POOL_REMEDY)
     _check_array("cache.v", cache.v, shape.value_shape, shape.storage_dtype, POOL_REMEDY)
     if shape.quantized:
         _check_array("cache.scales", cache.scales, shape.scales_shape, "float32", SCALES_REMEDY)
 
 
-def check_key_value(key: jax.Array, value: jax.Array, plan: Plan) -> None:
+def check_key_value(key: jax.Array, value: jax.Array, plan: Plan, shards: int = 1) -> None:
     static = plan.static
     heads = static.spec.num_kv_heads
     rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
-    check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
-    check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+    check_rows("key", key, (rows, heads, static.spec.head_dim), plan, shards)
+    check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan, shards)
 
 
-def check_rows(name: str, rows: Any, shape: tuple[int, int, int], plan: Plan) -> None:
-    _check_array(name, rows, shape, plan.static.query_dtype, ROWS_REMEDY)
+def check_rows(
+    name: str, rows: Any, shape: tuple[int, int, int], plan: Plan, shards: int = 1
+) -> None:
+    tokens, heads, width = shape
+    _check_array(name, rows, (tokens, heads * shards, width), plan.static.query_dtype, ROWS_REMEDY)
 
 
 def _check_array(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import dcp
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PagedKVCache, largest_num_pages
+from .device_planning import plan_on_device
 from .merging import combine_states, merge_states
 from .paging import PageAllocator
 from .planning import explain, plan
@@ -28,6 +29,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan",
+    "plan_on_device",
     "ragged_attention",
     "restore_pages",
     "save_pages",

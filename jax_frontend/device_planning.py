@@ -1,0 +1,157 @@
+"""Plans made inside a compiled program, from lengths that only the device knows."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from interop.batch import Bucket
+from interop.device_metadata import metadata_of
+from interop.device_status import check_arrays
+from interop.errors import FrameworkError
+from interop.plan import AttentionPlan
+from interop.spec import AttentionSpec, CacheSpec
+from torch_backend.device_planning import check_kind, device_static
+from torch_backend.dispatch import device_facts
+
+__all__ = ["plan_on_device"]
+
+# Up to so many elements a running sum is one sum over a square of them, a single kernel of a few
+# microseconds; XLA's own takes several kernels of any size.
+MOST_SQUARED = 2048
+
+
+class _JaxArithmetic:
+    """`interop.device_arithmetic.Arithmetic` of JAX."""
+
+    @property
+    def xp(self) -> Any:
+        """See `Arithmetic.xp`."""
+        return jnp
+
+    def running_sum(self, x: jax.Array) -> jax.Array:
+        """See `Arithmetic.running_sum`."""
+        if x.size > MOST_SQUARED:
+            return lax.cumsum(x)
+        return jnp.where(_not_after(x.size), x, 0).sum(axis=1, dtype=jnp.int32)
+
+    def running_max(self, x: jax.Array) -> jax.Array:
+        """See `Arithmetic.running_max`."""
+        if x.size > MOST_SQUARED:
+            return lax.cummax(x)
+        return jnp.where(_not_after(x.size), x, x[0]).max(axis=1)
+
+    def owners(self, ends: jax.Array, count: int) -> jax.Array:
+        """See `Arithmetic.owners`: bit after bit of each answer, which is element by element."""
+        position = jnp.arange(count, dtype=jnp.int32)
+        found, step = jnp.zeros_like(position), 1 << (ends.size.bit_length() - 1)
+        while step:
+            last = found + (step - 1)
+            end = self.take(ends, jnp.minimum(last, ends.size - 1))
+            found = jnp.where((last < ends.size) & (end <= position), found + step, found)
+            step //= 2
+        return found
+
+    def quotient(self, x: jax.Array, y: jax.Array | int) -> jax.Array:
+        """See `Arithmetic.quotient`; ``//`` would look at signs."""
+        x, y = jnp.broadcast_arrays(x, jnp.asarray(y, jnp.int32))
+        return lax.div(x, y)
+
+    def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """See `Arithmetic.take`."""
+        return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    def wide(self) -> AbstractContextManager[Any]:
+        """See `Arithmetic.wide`."""
+        return jax.enable_x64(True)
+
+    def float64(self, x: jax.Array) -> jax.Array:
+        """See `Arithmetic.float64`."""
+        return lax.convert_element_type(x, np.dtype(np.float64))
+
+
+def _not_after(size: int) -> jax.Array:
+    """``[size, size]``: whether the column is at or before the row."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return column <= row
+
+
+_ARITHMETIC = _JaxArithmetic()
+
+
+def plan_on_device(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    page_table: jax.Array,
+    *,
+    bucket: Bucket,
+    kernel: str | None = None,
+    split: bool | None = None,
+    return_lse: bool = True,
+) -> tuple[AttentionPlan[jax.Array], jax.Array]:
+    """Plan one step's attention inside ``jax.jit``, from lengths that are arrays of the program.
+
+    Loops (``lax.scan``, ``lax.while_loop``) and ``jax.shard_map`` may call it, too. There is no
+    callback: the plan is a few kernels of the program, and its static part follows from the bucket
+    alone. With it a whole decode loop can be one program.
+
+    Parameters
+    ----------
+    spec, cache_spec, bucket, kernel, split, return_lse
+        As for `torch_backend.plan_on_device`; under ``shard_map`` those of one shard. On a GPU the
+        kernel is FA2 for queries of any length.
+    kv_lens
+        ``[requests]`` int32: tokens of each request, those that this step appends among them. Up to
+        ``bucket.num_requests`` of them.
+    cu_q_lens
+        ``[requests + 1]`` int32: 0, then the running sum of the query lengths.
+    page_table
+        ``[requests, width]`` int32: the pages of each request in order. What comes after its last
+        page is ignored. Two requests must not write to the same slot, which goes unnoticed here.
+
+    Returns
+    -------
+    AttentionPlan, jax.Array
+        A plan, equal to the host plan of the same kernel and variant, and ``[requests]`` int32
+        numbers of `PlanStatus`: 0 for requests that are served, else the reason why one is left
+        out. A request that is left out is neither read nor written; the others are served.
+
+    Raises
+    ------
+    FrameworkError, DTypeError, ShapeError
+        At trace time, for arrays of another kind, element type or shape.
+    ArgumentError, PlanError, UnsupportedError
+        At trace time, as `torch_backend.plan_on_device` does.
+    """
+    arrays = {"kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "page_table": page_table}
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array):
+            raise FrameworkError(
+                name,
+                given=f"{type(array).__module__}.{type(array).__name__}",
+                wanted="a jax.Array",
+                remedy="For lengths on the host make a RaggedBatch and call plan.",
+            )
+    check_kind("bucket", bucket, Bucket)
+    check_kind("cache_spec", cache_spec, CacheSpec)
+    check_arrays(bucket, kv_lens, cu_q_lens, page_table)
+    on_cpu = cache_spec.device == "cpu"
+    static, shape = device_static(
+        spec,
+        cache_spec,
+        bucket,
+        device_facts(torch.device("cpu") if on_cpu else torch.device("cuda", 0)),
+        kernel=kernel,
+        split=split,
+        return_lse=return_lse,
+    )
+    metadata, status = metadata_of(_ARITHMETIC, shape, kv_lens, cu_q_lens, page_table)
+    return AttentionPlan(static, metadata), status
