@@ -108,9 +108,27 @@ def bare_call(
     *,
     aliases: dict[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """As `foreign_call`, for operands that went through `guard` before."""
+    """As `foreign_call`, for operands that went through `guard` before.
+
+    Under ``shard_map`` all operands and results vary over the axes over which any operand does.
+    """
     ffi = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases or {})
-    return tuple(ffi(*operands, **encode(call)))
+    axes = frozenset().union(*(_varying(value) for value in operands))
+    made = ffi(*(_vary(value, axes) for value in operands), **encode(call))
+    return tuple(_vary(value, axes) for value in made)
+
+
+def _varying(value: jax.Array) -> frozenset[str]:
+    """Axes of ``shard_map`` over which `value` is known to vary."""
+    kind = jax.typeof(value)
+    # JAX renamed this, and put more beside it.
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def _vary(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Return `value` as one that varies over `axes`, which costs nothing when it runs."""
+    missing = tuple(sorted(axes - _varying(value)))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value
 
 
 def name_of(target: str) -> str:

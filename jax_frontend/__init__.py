@@ -9,6 +9,7 @@ from .attention import append, attend, paged_attention, ragged_attention
 from .cache import CacheArrays, CacheHandle, cache_handle, init_cache, release_cache
 from .compat import ragged_paged_attention
 from .device_planning import plan_on_device
+from .generation import Generated, StopReason, generate
 from .inspection import assert_no_cache_copies
 from .merging import combine_states, merge_states
 from .ordering import jax_after_torch, torch_after_jax
@@ -19,12 +20,15 @@ __all__ = [
     "FFI_TARGETS",
     "CacheArrays",
     "CacheHandle",
+    "Generated",
+    "StopReason",
     "append",
     "assert_no_cache_copies",
     "attend",
     "cache_handle",
     "combine_states",
     "dcp",
+    "generate",
     "init_cache",
     "jax_after_torch",
     "merge_states",

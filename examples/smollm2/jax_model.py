@@ -131,17 +131,21 @@ def forward(
     hidden = weights.embedding[token_ids]
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
     (hidden, kv), _ = lax.scan(block, (hidden, kv), (layers, weights.layers))
-    return _linear(norm(hidden[logit_rows], weights.final_norm), weights.embedding), kv
+    # Logits of 16 bits would tie too often.
+    last = norm(hidden[logit_rows], weights.final_norm)
+    return _linear(last, weights.embedding, jnp.float32), kv
 
 
-def _linear(rows: Array, matrix: Array) -> Array:
-    """``rows @ matrix.T`` for a matrix kept as ``[out, in]``."""
-    return lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())))
+def _linear(rows: Array, matrix: Array, out: Any = None) -> Array:
+    """``rows @ matrix.T`` for a matrix kept as ``[out, in]``, in dtype ``out``."""
+    contracted = (((1,), (1,)), ((), ()))
+    return lax.dot_general(rows, matrix, contracted, preferred_element_type=out or rows.dtype)
 
 
 def _rms_norm(hidden: Array, scale: Array, eps: float) -> Array:
-    mean_square = jnp.mean(jnp.square(hidden), axis=-1, keepdims=True)
-    return hidden * lax.rsqrt(mean_square + eps) * scale
+    # In float32, since squares are beyond float16.
+    mean_square = jnp.mean(jnp.square(hidden.astype(jnp.float32)), axis=-1, keepdims=True)
+    return (hidden * lax.rsqrt(mean_square + eps)).astype(hidden.dtype) * scale
 
 
 def _rotate(heads: Array, cos: Array, sin: Array) -> Array:
