@@ -35,6 +35,8 @@ BENCHMARKS = {
     "dcp_partials": Benchmark("gpu_dcp", "partials", gpu=True),
     "dcp_combine": Benchmark("gpu_dcp", "combine", gpu=True),
     "planning": Benchmark("gpu_planning", "planning", gpu=True),
+    "device_planning": Benchmark("gpu_device_plans", "planning", gpu=True),
+    "device_loop": Benchmark("gpu_device_plans", "loop", gpu=True),
     # Other libraries' kernels last: one that breaks the card's context spoils what comes after.
     "prefill": Benchmark("gpu_prefill", "prefill", gpu=True),
     "decode_peers": Benchmark("gpu_peers", "decode", gpu=True),

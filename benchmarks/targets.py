@@ -184,6 +184,42 @@ def _planning_targets() -> Iterable[Target]:
             )
 
 
+def _device_plan_targets() -> Iterable[Target]:
+    for requests, limit in ((32, 30.0), (256, 60.0)):
+        for framework in ("JAX", "PyTorch graph"):
+            for way in ("split", "unsplit"):
+                yield Target(
+                    "device_planning",
+                    f"plan on the device, {requests} x 8192, {way}: {framework}",
+                    f"<= {limit:.0f} us",
+                    _plain("device_planning", f"{framework}, {way}", requests=requests),
+                    limit,
+                    unit="us",
+                )
+    for way in ("split", "unsplit"):
+        yield Target(
+            "device_loop",
+            f"loop of 128 tokens at 32 x 1024, 32 layers, {way}: JAX / kernels alone",
+            "<= 1.03",
+            _ratio(("device_loop", f"JAX loop, {way}"), ("device_loop", f"kernels alone, {way}")),
+            1.03,
+        )
+        yield Target(
+            "device_loop",
+            f"handler calls for a further token of the loop, {way}",
+            "0",
+            _plain("device_loop", f"JAX loop, {way}, handler calls for a further token"),
+            0.0,
+        )
+        yield Target(
+            "device_loop",
+            f"copies to the device for a token of the loop, {way}",
+            "0",
+            _plain("device_loop", f"JAX loop, {way}, copies to the device"),
+            0.0,
+        )
+
+
 def _share_of_step(way: str) -> Callable[[Figures], float]:
     return lambda figures: 100.0 * figures.best("cpu_dcp", f"{way}, combine", field="of_step")
 
@@ -385,6 +421,7 @@ TARGETS: tuple[Target, ...] = (
         at_most=False,
     ),
     *_planning_targets(),
+    *_device_plan_targets(),
     *_cache_targets(),
     *_dcp_targets(),
 )

@@ -57,13 +57,12 @@ def program(steps: int, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def wanted(given: tuple[Seats, int]) -> tuple[Any, Any]:
+def wanted(given: tuple[Seats, int]) -> tuple[Any, ...]:
     """Tokens of the loop on the host, and what it leaves in the pools."""
     cache = new_cache(DECODER, given[1], "cuda")
-    tokens, lead = step_by_step(DECODER, DECODER.weights(), cache, DECODER.spec, given[0], STEPS)
-    assert lead > 1e-3
-    assert len(np.unique(tokens)) > 5
-    return tokens, (cache.k.cpu(), cache.v.cpu())
+    tokens, sure = step_by_step(DECODER, DECODER.weights(), cache, DECODER.spec, given[0], STEPS)
+    assert len(np.unique(tokens[sure])) > 5
+    return tokens, sure, (cache.k.cpu(), cache.v.cpu())
 
 
 def arrays_of(cache: PagedKVCache) -> CacheArrays:
@@ -82,12 +81,13 @@ def arrays_of(cache: PagedKVCache) -> CacheArrays:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("kind", ["handle", "arrays"])
 def test_tokens_are_those_of_a_loop_on_the_host(
-    given: tuple[Seats, int], wanted: tuple[Any, Any], split: bool, kind: str
+    given: tuple[Seats, int], wanted: tuple[Any, ...], split: bool, kind: str
 ) -> None:
     cache = new_cache(DECODER, given[1], "cuda")
     kv = jax_frontend.cache_handle(cache) if kind == "handle" else arrays_of(cache)
     made = program(STEPS, split=split)(kv, DECODER.weights(), *given[0].arrays())
-    np.testing.assert_array_equal(made.tokens, wanted[0])
+    tokens, sure, pools_after = wanted
+    np.testing.assert_array_equal(np.asarray(made.tokens)[sure], tokens[sure])
     assert np.asarray(made.status).tolist() == [PlanStatus.OK] * len(LENS)
     np.testing.assert_array_equal(made.kv_lens, np.array(LENS) + STEPS)
     torch.cuda.synchronize()
@@ -95,9 +95,16 @@ def test_tokens_are_those_of_a_loop_on_the_host(
         pools = [pool.float().cpu() for pool in (cache.k, cache.v)]
     else:
         pools = [torch.from_numpy(np.array(x, np.float32)) for x in made.cache.pools]
-    # In the loop matrices may be multiplied in another order.
-    for ours, theirs in zip(pools, wanted[1], strict=True):
-        torch.testing.assert_close(ours, theirs.float(), rtol=2e-2, atol=2e-2)
+    # In the loop matrices may be multiplied in another order, and what follows a near tie differs.
+    size = decoding.PAGE_SIZE
+    for i, length in enumerate(LENS):
+        for position in range(length + int(sure[i].sum())):
+            page, offset = divmod(position, size)
+            places = np.arange(decoding.LAYERS) * given[1] + given[0].page_table[i, page]
+            for ours, theirs in zip(pools, pools_after, strict=True):
+                torch.testing.assert_close(
+                    ours[places, offset], theirs[places, offset].float(), rtol=2e-2, atol=2e-2
+                )
 
 
 def test_python_runs_no_more_for_more_steps(given: tuple[Seats, int]) -> None:
@@ -106,16 +113,16 @@ def test_python_runs_no_more_for_more_steps(given: tuple[Seats, int]) -> None:
     for steps in (STEPS, 2 * STEPS):
         run = program(steps)
         kv = jax.block_until_ready(run(kv, weights, *given[0].arrays())).cache
-        before = python_calls()
+        before = python_calls.total()
         kv = jax.block_until_ready(run(kv, weights, *given[0].arrays())).cache
-        calls.append(python_calls() - before)
+        calls.append(python_calls.total() - before)
     assert calls[0] == calls[1]
     # Layers are a scan here, one call of each kind in its body.
     assert calls[0] <= 2 * decoding.LAYERS * 2
 
 
 def test_requests_without_room_stop_and_write_nowhere_else(
-    given: tuple[Seats, int], wanted: tuple[Any, Any]
+    given: tuple[Seats, int], wanted: tuple[Any, ...]
 ) -> None:
     table = given[0].page_table.copy()
     size = decoding.PAGE_SIZE
@@ -133,7 +140,10 @@ def test_requests_without_room_stop_and_write_nowhere_else(
     assert min(counts) < STEPS
     reasons, status = np.asarray(made.stop_reason), np.asarray(made.status)
     for i, count in enumerate(counts):
-        np.testing.assert_array_equal(made.tokens[i, :count], wanted[0][i, :count])
+        same = wanted[1][i, :count]
+        np.testing.assert_array_equal(
+            np.asarray(made.tokens)[i, :count][same], wanted[0][i, :count][same]
+        )
         lost = i in (2, 4)
         assert reasons[i] == (StopReason.NO_ROOM if lost else StopReason.MAX_NEW_TOKENS)
         assert status[i] == (PlanStatus.PAGE_OUTSIDE_POOL if lost else PlanStatus.OK)
@@ -186,8 +196,9 @@ def test_the_demos_model() -> None:
     def model(weights: Any, tokens: Any, positions: Any, kv: Any, plan: Any) -> Any:
         return forward(config, weights, tokens, positions, jnp.arange(2), kv, plan)
 
-    tokens, lead = step_by_step(model, weights, cache, spec, given, STEPS)
-    for row, answer in zip(tokens.tolist(), answers, strict=True):
-        assert answer == row[: len(answer)]
-    assert lead > 1e-3
+    tokens, sure = step_by_step(model, weights, cache, spec, given, STEPS)
+    for row, same, answer in zip(tokens, sure, answers, strict=True):
+        count = min(int(same.sum()), len(answer))
+        assert count > 3
+        assert answer[:count] == row[:count].tolist()
     assert answers[0][:1] == [7042]  # " Paris"
