@@ -17,9 +17,6 @@ from torch_backend import PagedKVCache
 
 LAYERS, VOCAB, PAGE_SIZE = 3, 23, 4
 
-# Rounding changes a logit by less.
-LEAD = 1e-2
-
 
 @dataclass(frozen=True)
 class Decoder:
@@ -120,12 +117,19 @@ def seats(kv_lens: list[int], room: int, seed: int = 0) -> tuple[Seats, int]:
 
 
 def step_by_step(
-    model: Any, weights: Any, cache: PagedKVCache, spec: AttentionSpec, given: Seats, steps: int
+    model: Any,
+    weights: Any,
+    cache: PagedKVCache,
+    spec: AttentionSpec,
+    given: Seats,
+    steps: int,
+    *,
+    rounding: float = 1e-2,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Tokens ``[requests, steps]`` of a loop in Python that plans each step on the host.
 
     Also returns where other programs must choose the same: up to the first token whose logit leads
-    by no more than rounding may amount to.
+    by no more than `rounding` may amount to.
     """
     run = jax.jit(model)
     kv = jax_frontend.cache_handle(cache)
@@ -141,6 +145,6 @@ def step_by_step(
         token = np.asarray(token[:, 0], np.int32)
         found.append(token)
         lens += 1
-    sure = np.logical_and.accumulate(np.stack(leads, axis=1) > LEAD, axis=1)
+    sure = np.logical_and.accumulate(np.stack(leads, axis=1) > rounding, axis=1)
     assert sure.mean() > 0.5
     return np.stack(found, axis=1), sure
