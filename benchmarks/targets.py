@@ -206,9 +206,9 @@ def _device_plan_targets() -> Iterable[Target]:
         )
         yield Target(
             "device_loop",
-            f"handler calls for a further token of the loop, {way}",
+            f"handler calls for a token of the loop, {way}",
             "0",
-            _plain("device_loop", f"JAX loop, {way}, handler calls for a further token"),
+            _plain("device_loop", f"JAX loop, {way}, handler calls"),
             0.0,
         )
         yield Target(
