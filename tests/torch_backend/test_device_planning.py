@@ -30,6 +30,7 @@ from interop.device_arithmetic import NumPyArithmetic
 from interop.device_metadata import metadata_of
 from interop.device_schedule import ScheduleWork, schedule_of
 from interop.device_status import PlanStatus
+from interop.errors import IsthmusError
 from interop.schedule import FA2Shape, cta_tile_q
 from torch_backend import PagedKVCache
 from torch_backend.device_planning import plan_on_device
@@ -289,3 +290,15 @@ def ARGUMENTS() -> dict[str, Any]:  # noqa: N802
         "cu_q_lens": OFFSETS,
         "page_table": TABLE,
     }
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_refused_by_name(name: str) -> None:
+    changes, message = refusals()[name]
+    arguments = ARGUMENTS() | {"bucket": BUCKET} | changes
+    into = arguments.get("into")
+    before = None if into is None else into.metadata.clone()
+    with pytest.raises(IsthmusError, match=message):
+        plan_on_device(**arguments)
+    if into is not None:
+        assert torch.equal(into.metadata, before)
