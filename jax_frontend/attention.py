@@ -230,7 +230,7 @@ def _attend(
     """Attention over pages; the cache that comes back is ordered after it if `hand_on` says so."""
     static, shape = plan.static, cache.spec
     lse = lse or needs_lse(static.main)
-    rows = (query, *owned_sinks(sinks, plan))
+    rows: tuple[jax.Array, ...] = (query, *owned_sinks(sinks, plan))
     fields = static.layout.views(_owned(plan))
     number, offset = _place(layer, shape)
     if offset is not None:

@@ -82,8 +82,9 @@ class HeadPlaces:
         rows: list[Place] = [("out", 1), ("lse", 1)]
         rows = rows[: 1 + call.lse]
         own_heads = launch.spec.num_qo_heads
-        query: list[Place] = [("query", 1), ("sinks", 0)][: 1 + launch.spec.sinks]
-        given = [*query, *cache]
+        query: list[Place] = [("query", 1), ("sinks", 0)]
+        query = query[: 1 + launch.spec.sinks]
+        given: list[Place] = [*query, *cache]
         made: list[Place | None] = [*rows]
         if target == "isthmus_append":
             own_heads = launch.spec.num_kv_heads

@@ -42,9 +42,7 @@ def apply_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
     return (out.astype(jnp.float32) * share[:, :, None]).astype(out.dtype)
 
 
-def owned_sinks(
-    sinks: jax.Array | None, plan: AttentionPlan[Any]
-) -> tuple[jax.Array, ...]:
+def owned_sinks(sinks: jax.Array | None, plan: AttentionPlan[Any]) -> tuple[jax.Array, ...]:
     """Sinks as the operand of a call, in memory of the program's own where it may be recorded.
 
     A jit argument may move from step to step, and a layer's slice of one does; the result of an

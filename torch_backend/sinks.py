@@ -2,8 +2,8 @@
 
 With the LSE ``l`` of a row's keys, ``e**l`` is the softmax denominator. A sink of logit ``s`` makes
 ``e**l + e**s`` of it, so the output is multiplied by ``1 / (1 + e**(s - l))``. That is exact,
-whichever kernel computed the row and in however many parts, but only once: attention over parts of
-the keys is merged first. So the LSE that calls return is that of the keys alone, which merges right.
+whichever kernel computed the row and in however many parts, but a sink counts once: attention over
+parts of the keys is merged first. So the LSE that calls return is that of the keys alone.
 """
 
 from __future__ import annotations
@@ -84,17 +84,13 @@ def check_sinks(spec: AttentionSpec, sinks: object, heads: int, device: torch.de
             remedy="Use interop.dlpack.to_torch, or call jax_frontend with JAX arrays.",
         )
     if sinks.shape != (heads,):
-        raise ShapeError(
-            "sinks", given=list(sinks.shape), wanted=f"{[heads]}", remedy=SINKS_REMEDY
-        )
+        raise ShapeError("sinks", given=list(sinks.shape), wanted=f"{[heads]}", remedy=SINKS_REMEDY)
     if sinks.dtype != torch.float32:
         raise DTypeError(
             "sinks", given=dtype_name(sinks.dtype), wanted="float32", remedy=DTYPE_REMEDY
         )
     if sinks.device != device:
-        raise DeviceError(
-            "sinks", given=str(sinks.device), wanted=f"{device}, where the plan lies"
-        )
+        raise DeviceError("sinks", given=str(sinks.device), wanted=f"{device}, where the plan lies")
     if is_functorch_wrapped_tensor(sinks) or (sinks.requires_grad and torch.is_grad_enabled()):
         raise TransformError(
             "sinks are transformed, and attention over pages has no vmap and no gradient: it is "

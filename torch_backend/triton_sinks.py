@@ -62,4 +62,3 @@ def apply(out: Tensor, result: Tensor, lse: Tensor, sinks: Tensor, factor: float
         out, result, lse, sinks, tokens, FACTOR=factor, HEADS=heads, WIDTH=width,
         ITEMS=items, COLUMNS=triton.next_power_of_2(width), **OPTIONS,
     )  # fmt: skip
-

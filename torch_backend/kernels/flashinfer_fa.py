@@ -85,14 +85,14 @@ def to_natural(lse: Any) -> None:
 def finish(operands: Operands) -> None:
     """Make the LSE natural, and give the output the sinks that these kernels know nothing of.
 
-    FlashInfer has FA2 and FA3 with a sink in them, too, but no soft cap then, and an LSE that merges
-    wrong; and its names for these modules are the same for several configurations.
+    FlashInfer compiles both with a sink in them, too, but then there is no soft cap and the LSE
+    merges wrong, and several configurations of such modules share one name and one library.
     """
     if operands.sinks is None:
         to_natural(operands.lse)
     else:
-        buffers = (operands.out, operands.lse, operands.sinks)
-        scale_rows(*(torch_view(buffer) for buffer in buffers), LN2)
+        out, lse = torch_view(operands.out), torch_view(operands.lse)
+        scale_rows(out, lse, torch_view(operands.sinks), LN2)
 
 
 def load_early(backend: str, launch: Launch, *, pages: bool) -> None:
