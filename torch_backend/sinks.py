@@ -171,7 +171,8 @@ def scale_rows(out: Tensor, lse: Tensor, sinks: Tensor, factor: float) -> None:
     if out.is_cuda:
         from .triton_sinks import apply
 
-        apply(out, out, lse, sinks, factor)
+        with torch.cuda.device_of(out):
+            apply(out, out, lse, sinks, factor)
         return
     lse.mul_(factor)
     out.copy_(out.float() * _share(lse, sinks)[:, :, None])
