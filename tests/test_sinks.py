@@ -67,6 +67,12 @@ calls = pytest.mark.parametrize("call", get_args(Call))
 kinds = pytest.mark.parametrize("kind", get_args(CacheKind))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _on_the_cpu() -> Iterator[None]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def test_the_oracle_has_a_sink_as_one_more_key_of_value_0() -> None:
     """Two keys of logit 0 and a sink of logit ln 2: a half of the weight is left for the values."""
     query, key = np.zeros((1, 1, 4)), np.ones((2, 1, 4))
