@@ -36,7 +36,8 @@ class Call:
     Parameters
     ----------
     launch
-        The kernel launch; for a write its `family` is ``"append"``.
+        The kernel launch; for a write its `family` is ``"append"``. Where its spec says that there
+        are sinks, the second operand of attention has them.
     cache
         Name of a torch-owned cache; ``""`` where the pools are operands.
     layer

@@ -72,19 +72,20 @@ def context_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the attention of all query heads over a rank's tokens.
 
     A rank's tokens all lie before the query, so no mask is needed, and between them lie others'
-    tokens, so none by position would be right.
+    tokens, so none by position would be right. Sinks count once, after all is combined.
     """
-    return replace(spec, causal=False)
+    return replace(spec, causal=False, sinks=False)
 
 
 def own_spec(spec: AttentionSpec, shards: TokenShards, query_dtype: str) -> AttentionSpec:
-    """Return the attention of a rank's query heads over the step's own rows."""
+    """Return the attention of a rank's query heads over the step's own rows, without sinks."""
     kv_heads = own_kv_heads(spec, shards).shape[1]
     return replace(
         spec,
         num_qo_heads=spec.num_qo_heads // shards.size,
         num_kv_heads=kv_heads,
         dtype=query_dtype,
+        sinks=False,
     )
 
 

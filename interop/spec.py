@@ -97,6 +97,10 @@ class AttentionSpec:
     dtype
         Element type of query and output (``"float32"``, ``"float16"`` or ``"bfloat16"``);
         that of the cache when left out.
+    sinks
+        Whether calls bring a logit for each query head, a natural logarithm that neither `sm_scale`
+        nor the soft cap changes: the softmax has it as one more key, which has no value. So the
+        denominator is ``sum_j exp(logit_j) + exp(sink)``. Kernels are chosen by this.
 
     Raises
     ------
@@ -113,6 +117,7 @@ class AttentionSpec:
     sliding_window: int | None
     logits_soft_cap: float | None
     dtype: str | None
+    sinks: bool
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class AttentionSpec:
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         dtype: object | None = None,
+        sinks: bool = False,
     ) -> None:
         heads = _positive("num_qo_heads", num_qo_heads)
         kv_heads = _positive("num_kv_heads", num_kv_heads)
@@ -158,6 +164,13 @@ class AttentionSpec:
                 given=repr(logits_soft_cap),
                 wanted="a positive number, or None for no cap",
             )
+        if not isinstance(sinks, int) or sinks not in (0, 1):
+            raise ArgumentError(
+                "sinks",
+                given=type(sinks).__name__,
+                wanted="True or False",
+                remedy="The logits themselves are an argument of attend.",
+            )
         values = {
             "num_qo_heads": heads,
             "num_kv_heads": kv_heads,
@@ -168,6 +181,7 @@ class AttentionSpec:
             "sliding_window": window,
             "logits_soft_cap": cap,
             "dtype": None if dtype is None else _float_dtype("dtype", dtype),
+            "sinks": bool(sinks),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -15,6 +15,7 @@ from .merging import combine_states, merge_states
 from .ordering import jax_after_torch, torch_after_jax
 from .partitioning import spec_of_shard
 from .planning import plan
+from .sinks import apply_sinks
 
 __all__ = [
     "FFI_TARGETS",
@@ -23,6 +24,7 @@ __all__ = [
     "Generated",
     "StopReason",
     "append",
+    "apply_sinks",
     "assert_no_cache_copies",
     "attend",
     "cache_handle",

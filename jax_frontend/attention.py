@@ -14,14 +14,17 @@ from interop.attributes import Call
 from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
 from interop.ffi import guard
 from interop.plan import AttentionPlan, Launch, PlanStatic
-from interop.spec import CacheSpec
+from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.cache import WHOLE_POOL
 from torch_backend.kernels import FAMILIES
+from torch_backend.kernels.sinks import needs_lse
 from torch_backend.planning import check_lse, check_without_cache
+from torch_backend.sinks import SINKS_REMEDY, check_announced
 
 from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
 from .partitioning import foreign_call, shards_of, spec_of_all
+from .sinks import owned_sinks
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
@@ -42,6 +45,7 @@ def attend(
     *,
     return_lse: bool = False,
     return_cache: bool = False,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """Attend to the pages of one layer, which hold this step's tokens already (see `append`).
 
@@ -57,10 +61,14 @@ def attend(
     layer
         Which layer to read; an integer, or a traced scalar as in ``jax.lax.scan``.
     return_lse
-        Also return the logarithm of each row's softmax denominator.
+        Also return the logarithm of each row's softmax denominator, without sinks: that is what
+        `merge_states` needs.
     return_cache
         Also return the cache, ordered after this read; only needed where one program reads pages
         and then gives them to another request.
+    sinks
+        ``[num_qo_heads]`` float32, where the plan's spec says that there are sinks, see
+        `AttentionSpec`.
 
     Returns
     -------
@@ -79,7 +87,8 @@ def attend(
     shards = _check_call(query, "num_qo_heads", cache, plan)
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan, shards)
-    out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache)
+    check_sinks(plan.spec, sinks, plan.spec.num_qo_heads * shards)
+    out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache, sinks)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
 
@@ -142,6 +151,7 @@ def paged_attention(
     layer: Layer,
     *,
     return_lse: bool = False,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """`append` and `attend` in one call; returns ``(out, cache)`` or ``(out, lse, cache)``.
 
@@ -152,18 +162,26 @@ def paged_attention(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan, shards)
     check_key_value(key, value, plan, shards)
+    check_sinks(plan.spec, sinks, plan.spec.num_qo_heads * shards)
     # Before the write, so that a transformation of the query alone is refused before it, too.
-    query, key, value = guard("paged_attention", query, key, value)
+    given = guard("paged_attention", query, key, value, *(() if sinks is None else (sinks,)))
+    query, key, value = given[:3]
     cache = append(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        out, lse = _own(query, key, value, plan, return_lse)
+        out, lse = _own(query, key, value, plan, return_lse, *given[3:])
     else:
-        out, lse, cache = _attend(query, cache, plan, layer, return_lse, True)
+        out, lse, cache = _attend(query, cache, plan, layer, return_lse, True, *given[3:])
     return (out, lse, cache) if return_lse else (out, cache)
 
 
 def ragged_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, plan: Plan, *, return_lse: bool = False
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: Plan,
+    *,
+    return_lse: bool = False,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """Attention without a cache: every request's keys and values are rows of the call.
 
@@ -176,27 +194,43 @@ def ragged_attention(
     shards = min(shards_of(query, spec.num_qo_heads), shards_of(key, spec.num_kv_heads))
     check_rows("query", query, plan.static.query_shape, plan, shards)
     check_key_value(key, value, plan, shards)
-    out, lse = _own(query, key, value, plan, return_lse)
+    check_sinks(spec, sinks, spec.num_qo_heads * shards)
+    out, lse = _own(query, key, value, plan, return_lse, sinks)
     return (out, lse) if return_lse else out
 
 
 def _own(
-    query: jax.Array, key: jax.Array, value: jax.Array, plan: Plan, lse: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: Plan,
+    lse: bool,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attention over the rows of the call."""
+    """Attention over the rows of the call; the LSE where it was asked for or is needed."""
     static = plan.static
     launches = static.main if static.own is None else (static.own,)
     fields = static.layout.views(_owned(plan))
+    lse = lse or needs_lse(launches)
     calls = [Call(launch, "", 0, lse) for launch in launches]
-    out, log, _ = _launch(static, calls, (query, key, value), fields)
+    operands = (query, *owned_sinks(sinks, plan), key, value)
+    out, log, _ = _launch(static, calls, operands, fields)
     return out, log
 
 
 def _attend(
-    query: jax.Array, cache: Cache, plan: Plan, layer: Layer, lse: bool, hand_on: bool
+    query: jax.Array,
+    cache: Cache,
+    plan: Plan,
+    layer: Layer,
+    lse: bool,
+    hand_on: bool,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Cache]:
     """Attention over pages; the cache that comes back is ordered after it if `hand_on` says so."""
     static, shape = plan.static, cache.spec
+    lse = lse or needs_lse(static.main)
+    rows: tuple[jax.Array, ...] = (query, *owned_sinks(sinks, plan))
     fields = static.layout.views(_owned(plan))
     number, offset = _place(layer, shape)
     if offset is not None:
@@ -207,12 +241,12 @@ def _attend(
     if isinstance(cache, CacheHandle):
         token = owned_token(cache)
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
-        operands = (query, token, *which)
+        operands = (*rows, token, *which)
         out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
         return out, log, cache if after is None else handle_in_program(cache, after)
     how = cache.arrangement
     calls = [Call(launch, "", number, lse, arrangement=how) for launch in static.main]
-    pools = (query, *cache.pools, *owned_scales(cache), *which)
+    pools = (*rows, *cache.pools, *owned_scales(cache), *which)
     out, log, _ = _launch(static, calls, pools, fields)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
@@ -369,6 +403,12 @@ def check_key_value(key: jax.Array, value: jax.Array, plan: Plan, shards: int = 
     rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
     check_rows("key", key, (rows, heads, static.spec.head_dim), plan, shards)
     check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan, shards)
+
+
+def check_sinks(spec: AttentionSpec, sinks: Any, heads: int) -> None:
+    check_announced(spec, sinks)
+    if sinks is not None:
+        _check_array("sinks", sinks, (heads,), "float32", SINKS_REMEDY)
 
 
 def check_rows(

@@ -33,6 +33,7 @@ from . import attention
 from .agreement import agreed, batch_bytes
 from .cache import CacheArrays, CacheHandle, find_cache
 from .merging import combine_states, merge_states, pack_partial, scale_partial, unpack_partial
+from .sinks import apply_sinks
 
 __all__ = ["append", "attend", "paged_attention", "plan"]
 
@@ -210,6 +211,7 @@ def attend(
     combine: str = "ag_rs",
     return_lse: bool = False,
     return_cache: bool = False,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """Attend to all tokens of all ranks, inside of `shard_map` over `axis_name`.
 
@@ -223,7 +225,7 @@ def attend(
         As for `jax_frontend.attend`, of this rank.
     axis_name
         The mesh axis that the plan was made for.
-    combine, return_lse
+    combine, return_lse, sinks
         As for `torch_backend.dcp.attend`.
 
     Returns
@@ -238,7 +240,7 @@ def attend(
     FrameworkError, ShapeError, DTypeError, PlanError
         At trace time, for arguments that do not fit the plan.
     """
-    _check_call(query, key, value, cache, plan, axis_name, combine)
+    _check_call(query, key, value, cache, plan, axis_name, combine, sinks)
     gathered = jax.lax.all_gather(query, axis_name, axis=1, tiled=True)
     out, lse, cache = attention.attend(
         gathered, cache, plan.context, layer, return_lse=True, return_cache=True
@@ -251,6 +253,8 @@ def attend(
         out, lse = _combine_ag_rs(out, lse, plan, axis_name)
     if plan.own is not None:
         out, lse = _with_own_rows(query, key, value, plan, axis_name, out, lse)
+    if sinks is not None:
+        out = apply_sinks(out, lse, sinks)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
 
@@ -266,9 +270,10 @@ def paged_attention(
     axis_name: str,
     combine: str = "ag_rs",
     return_lse: bool = False,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """`append` and `attend` in one call; returns ``(out, cache)`` or ``(out, lse, cache)``."""
-    _check_call(query, key, value, cache, plan, axis_name, combine)
+    _check_call(query, key, value, cache, plan, axis_name, combine, sinks)
     cache = append(key, value, cache, plan, layer)
     return attend(
         query,
@@ -281,6 +286,7 @@ def paged_attention(
         combine=combine,
         return_lse=return_lse,
         return_cache=True,
+        sinks=sinks,
     )
 
 
@@ -343,6 +349,7 @@ def _check_call(
     plan: Plan,
     axis_name: str,
     combine: str,
+    sinks: jax.Array | None,
 ) -> None:
     """Refuse, while the program is traced, what does not fit."""
     _check_kind(plan)
@@ -368,6 +375,7 @@ def _check_call(
     shape = (tokens, plan.num_local_heads, spec.head_dim)
     attention.check_rows("query", query, shape, plan.context)
     attention.check_key_value(key, value, plan.context)
+    attention.check_sinks(spec, sinks, plan.num_local_heads)
 
 
 def _check_shards(cache: object, size: int) -> None:

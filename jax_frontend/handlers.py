@@ -46,6 +46,7 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
     with xla_stream(buffers[0]):
         rest = iter(buffers)
         query = next(rest)
+        sinks = next(rest) if launch.spec.sinks else None
         token = next(rest) if call.cache else None
         scales: tuple[Any, Any] = (None, None)
         scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
@@ -75,7 +76,7 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
         out = next(rest)
         lse = next(rest) if call.lse else None
         scratch = next(rest) if launch.scratch_bytes else None
-        run(launch, Operands(query, key, value, metadata, out, lse, scratch, *scales))
+        run(launch, Operands(query, key, value, metadata, out, lse, scratch, *scales, sinks))
         if (result := next(rest, None)) is not None:
             _pass_on(token, result)
 

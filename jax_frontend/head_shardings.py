@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 ROWS = ("query", "key", "value", "out", "lse")
 # What may be whole where the others are split: every device then cuts its heads out of its own
 # copy, a few rows. To cut a pool would be a copy of it.
-CUT_IN_PLACE = ("query", "key", "value", "cache.scales")
+CUT_IN_PLACE = ("query", "key", "value", "sinks", "cache.scales")
 WHOLE = "whole on each device"
 
 
@@ -82,13 +82,15 @@ class HeadPlaces:
         rows: list[Place] = [("out", 1), ("lse", 1)]
         rows = rows[: 1 + call.lse]
         own_heads = launch.spec.num_qo_heads
-        given: list[Place] = [("query", 1), *cache]
+        query: list[Place] = [("query", 1), ("sinks", 0)]
+        query = query[: 1 + launch.spec.sinks]
+        given: list[Place] = [*query, *cache]
         made: list[Place | None] = [*rows]
         if target == "isthmus_append":
             own_heads = launch.spec.num_kv_heads
             given, made = [("key", 1), ("value", 1), ("plan", None), *cache], [*pools]
         elif launch.source == "tokens":
-            given = [("query", 1), ("key", 1), ("value", 1)]
+            given = [*query, ("key", 1), ("value", 1)]
         if launch.scratch_bytes:
             made.append(None)
         if len(made) < results:
@@ -239,6 +241,8 @@ class HeadPlaces:
             names = ("pages", *page, "width")
         elif name == "plan":
             names = ("metadata",)
+        elif name == "sinks":
+            names = ("heads",)
         parts = [
             f"{names[i] if names else f'dimension {i}'} split over {_names(over)}"
             for i, over in axes.items()

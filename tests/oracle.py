@@ -53,6 +53,7 @@ def attend_request(
     causal: bool = True,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of one request over its own keys and values, all tokens given densely.
 
@@ -61,6 +62,9 @@ def attend_request(
     turns it into `c * tanh(s / c)`. Returns the output `[query_len, num_qo_heads, head_dim_v]` and
     the natural-log LSE `[query_len, num_qo_heads]`, both float64. A query that sees no key gives
     output 0 and LSE -inf.
+
+    A sink ``[num_qo_heads]`` is the logit of one more key, whose value is 0: neither scaled nor
+    capped, seen by every query. The LSE is that of the other keys.
     """
     query_len, num_qo_heads, head_dim = query.shape
     kv_len, num_kv_heads, head_dim_v = value.shape
@@ -82,6 +86,8 @@ def attend_request(
             weights = np.exp(logits - largest)
             out[i, head] = weights @ value[keys, head // group] / weights.sum()
             lse[i, head] = largest + np.log(weights.sum())
+            if sinks is not None:
+                out[i, head] *= np.exp(lse[i, head] - np.logaddexp(lse[i, head], sinks[head]))
     return out, lse
 
 

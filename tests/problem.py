@@ -118,6 +118,7 @@ class Problem(_Readable):
     value: Array  # [tokens, num_kv_heads, head_dim_v]
     bucket: Bucket | None = None
     pages: Pages | None = None
+    sinks: Array | None = None  # float32 [num_qo_heads]
 
     @property
     def spec(self) -> AttentionSpec:
@@ -128,6 +129,7 @@ class Problem(_Readable):
             self.query.shape[2],
             head_dim_v=self.value.shape[2],
             dtype=self.dtype if self.pages is None else None,
+            sinks=self.sinks is not None,
             **self.features,
         )
 
@@ -152,12 +154,12 @@ def run_oracle(problem: Problem) -> Answer:
     """Return the right answer: output and LSE in float64, the pools in their own dtype."""
     query, new = problem.query, (problem.key, problem.value)
     lens = (problem.query_lens, problem.kv_lens)
-    pages = problem.pages
+    pages, features = problem.pages, problem.features | {"sinks": problem.sinks}
     if pages is None:
-        return Answer(*oracle.ragged_attention(query, *new, *lens, **problem.features))
+        return Answer(*oracle.ragged_attention(query, *new, *lens, **features))
     key_pool, value_pool = appended_pools(problem)
     keys, values = key_pool[pages.of_layer], value_pool[pages.of_layer]
-    attended = oracle.paged_attention(query, keys, values, *lens, pages.table, **problem.features)
+    attended = oracle.paged_attention(query, keys, values, *lens, pages.table, **features)
     return Answer(*attended, key_pool, value_pool)
 
 
@@ -178,19 +180,21 @@ def run_torch(problem: Problem, device: str, call: Call = "append_then_attend") 
     spec, pages = problem.spec, problem.pages
     query, key, value = (to_torch(x, device) for x in (problem.query, problem.key, problem.value))
     cache = None if pages is None else torch_cache(problem, device)
+    sinks = None if problem.sinks is None else to_torch(problem.sinks, device)
+    asked: dict[str, Any] = {"return_lse": True, "sinks": sinks}
     plan = torch_backend.plan(
         spec, cache.spec if cache else None, problem.batch, bucket=problem.bucket, device=device
     )
     if pages is None or cache is None:
-        out, lse = torch_backend.ragged_attention(query, key, value, plan, return_lse=True)
+        out, lse = torch_backend.ragged_attention(query, key, value, plan, **asked)
         return Answer(from_torch(out), from_torch(lse))
     if call == "paged_attention":
         out, lse = torch_backend.paged_attention(
-            query, key, value, cache, plan, pages.layer, return_lse=True
+            query, key, value, cache, plan, pages.layer, **asked
         )
     else:
         torch_backend.append(key, value, cache, plan, pages.layer)
-        out, lse = torch_backend.attend(query, cache, plan, pages.layer, return_lse=True)
+        out, lse = torch_backend.attend(query, cache, plan, pages.layer, **asked)
     pools = (in_layout(from_torch(pool), pages.layout) for pool in (cache.k, cache.v))
     return Answer(from_torch(out), from_torch(lse), *pools)
 
@@ -208,9 +212,10 @@ def run_jax(
     sharding = jax.sharding.SingleDeviceSharding(target)
     spec, pages = problem.spec, problem.pages
     rows = [jax.device_put(x, target) for x in (problem.query, problem.key, problem.value)]
+    sinks = None if problem.sinks is None else jax.device_put(problem.sinks, target)
     if pages is None:
         plan = jax_frontend.plan(spec, None, problem.batch, bucket=problem.bucket, device=target)
-        out, lse = _jax_ragged(*rows, plan)
+        out, lse = _jax_ragged(*rows, plan, sinks)
         return Answer(np.asarray(out), np.asarray(lse))
 
     cache = torch_cache(problem, device)
@@ -239,7 +244,7 @@ def run_jax(
     plan = jax_frontend.plan(spec, kv.spec, problem.batch, bucket=problem.bucket, device=target)
     try:
         step, layer = (_traced, np.int32(pages.layer)) if traced_layer else (_fixed, pages.layer)
-        out, lse, kv = jax.block_until_ready(step(*rows, kv, plan, layer, call))
+        out, lse, kv = jax.block_until_ready(step(*rows, kv, plan, layer, call, sinks))
     finally:
         if kind == "handle":
             jax_frontend.release_cache("problem")
@@ -259,12 +264,14 @@ def _jax_step(
     plan: AttentionPlan[jax.Array],
     layer: int | jax.Array,
     call: Call,
+    sinks: jax.Array | None,
 ) -> Any:
     """Output, LSE and cache after the step."""
+    asked: dict[str, Any] = {"return_lse": True, "sinks": sinks}
     if call == "paged_attention":
-        return jax_frontend.paged_attention(query, key, value, kv, plan, layer, return_lse=True)
+        return jax_frontend.paged_attention(query, key, value, kv, plan, layer, **asked)
     kv = jax_frontend.append(key, value, kv, plan, layer)
-    return *jax_frontend.attend(query, kv, plan, layer, return_lse=True), kv
+    return *jax_frontend.attend(query, kv, plan, layer, **asked), kv
 
 
 _fixed = jax.jit(_jax_step, static_argnames=("layer", "call"), donate_argnames="kv")
@@ -273,9 +280,13 @@ _traced = jax.jit(_jax_step, static_argnames="call", donate_argnames="kv")
 
 @jax.jit
 def _jax_ragged(
-    query: jax.Array, key: jax.Array, value: jax.Array, plan: AttentionPlan[jax.Array]
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: AttentionPlan[jax.Array],
+    sinks: jax.Array | None,
 ) -> Any:
-    return jax_frontend.ragged_attention(query, key, value, plan, return_lse=True)
+    return jax_frontend.ragged_attention(query, key, value, plan, return_lse=True, sinks=sinks)
 
 
 def torch_cache(problem: Problem, device: str) -> torch_backend.PagedKVCache:

@@ -11,6 +11,7 @@ from .paging import PageAllocator
 from .planning import explain, plan
 from .quantising import ScaleCalibrator, calibrate_scales
 from .saved import SavedPages
+from .sinks import apply_sinks, refresh_sinks
 from .transfer import copy_request, restore_pages, save_pages
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "SavedPages",
     "ScaleCalibrator",
     "append",
+    "apply_sinks",
     "attend",
     "calibrate_scales",
     "combine_states",
@@ -31,6 +33,7 @@ __all__ = [
     "plan",
     "plan_on_device",
     "ragged_attention",
+    "refresh_sinks",
     "restore_pages",
     "save_pages",
 ]

@@ -24,7 +24,9 @@ from interop.spec import dtype_name
 from .cache import PagedKVCache, torch_dtype
 from .dispatch import run
 from .kernels import Operands
+from .kernels.sinks import needs_lse
 from .planning import check_lse, check_without_cache
+from .sinks import check_sinks
 from .writing import write_rows
 
 # Kernels read rows with loads of 16 bytes; one that begins elsewhere would end the CUDA context.
@@ -41,6 +43,7 @@ def attend(
     layer: int,
     *,
     return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def attend(
@@ -50,6 +53,7 @@ def attend(
     layer: int,
     *,
     return_lse: Literal[True],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attend(
@@ -59,6 +63,7 @@ def attend(
     layer: int,
     *,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attend(
     query: Tensor,
@@ -67,6 +72,7 @@ def attend(
     layer: int,
     *,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the pages of one layer, which hold this step's tokens already (see `append`).
 
@@ -82,7 +88,11 @@ def attend(
     layer
         Which layer of the cache to read.
     return_lse
-        Also return the logarithm of each row's softmax denominator.
+        Also return the logarithm of each row's softmax denominator, without sinks: that is what
+        `merge_states` needs.
+    sinks
+        ``[num_qo_heads]`` float32, where the plan's spec says that there are sinks, see
+        `AttentionSpec`.
 
     Returns
     -------
@@ -99,8 +109,10 @@ def attend(
     check_cache(cache, plan)
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
+    _check_sinks(sinks, plan)
     pools = checked_pools(cache, layer)
-    return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
+    scales = cache.scale_operands(layer)
+    return _launch(query, *pools, plan, plan.static.main, return_lse, scales, sinks)
 
 
 def append(
@@ -136,6 +148,7 @@ def paged_attention(
     layer: int,
     *,
     return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def paged_attention(
@@ -147,6 +160,7 @@ def paged_attention(
     layer: int,
     *,
     return_lse: Literal[True],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def paged_attention(
@@ -158,6 +172,7 @@ def paged_attention(
     layer: int,
     *,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attention(
     query: Tensor,
@@ -168,6 +183,7 @@ def paged_attention(
     layer: int,
     *,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`append` and `attend` in one call.
 
@@ -178,10 +194,12 @@ def paged_attention(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
     check_key_value(key, value, plan)
+    _check_sinks(sinks, plan)
     pools = _write(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        return _launch(query, key, value, plan, (plan.static.own,), return_lse)
-    return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
+        return _launch(query, key, value, plan, (plan.static.own,), return_lse, sinks=sinks)
+    scales = cache.scale_operands(layer)
+    return _launch(query, *pools, plan, plan.static.main, return_lse, scales, sinks)
 
 
 @overload
@@ -192,6 +210,7 @@ def ragged_attention(
     plan: AttentionPlan[Tensor],
     *,
     return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def ragged_attention(
@@ -201,6 +220,7 @@ def ragged_attention(
     plan: AttentionPlan[Tensor],
     *,
     return_lse: Literal[True],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def ragged_attention(
@@ -210,6 +230,7 @@ def ragged_attention(
     plan: AttentionPlan[Tensor],
     *,
     return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def ragged_attention(
     query: Tensor,
@@ -218,6 +239,7 @@ def ragged_attention(
     plan: AttentionPlan[Tensor],
     *,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention without a cache: every request's keys and values are rows of the call.
 
@@ -237,7 +259,8 @@ def ragged_attention(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
     check_key_value(key, value, plan)
-    return _launch(query, key, value, plan, plan.static.main, return_lse)
+    _check_sinks(sinks, plan)
+    return _launch(query, key, value, plan, plan.static.main, return_lse, sinks=sinks)
 
 
 def _write(
@@ -258,21 +281,22 @@ def _launch(
     launches: tuple[Launch, ...],
     return_lse: bool,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     static = plan.static
     out = torch.empty(static.out_shape, dtype=query.dtype, device=query.device)
     lse = None
-    if return_lse:
+    if return_lse or needs_lse(launches):
         lse = torch.empty(static.out_shape[:2], dtype=torch.float32, device=query.device)
     scratch = None
     scratch_bytes = max(launch.scratch_bytes for launch in launches)
     if scratch_bytes:
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=query.device)
     if static.bucket.num_tokens:
-        operands = Operands(query, key, value, plan.views, out, lse, scratch, *scales)
+        operands = Operands(query, key, value, plan.views, out, lse, scratch, *scales, sinks)
         for launch in launches:
             run(launch, operands)
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def checked_pools(cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
@@ -320,6 +344,10 @@ def check_key_value(key: Tensor, value: Tensor, plan: AttentionPlan[Tensor]) -> 
     rows = static.bucket.num_tokens if static.cache is not None else static.bucket.num_pages
     check_rows("key", key, (rows, heads, static.spec.head_dim), plan)
     check_rows("value", value, (rows, heads, static.spec.head_dim_v), plan)
+
+
+def _check_sinks(sinks: object, plan: AttentionPlan[Tensor]) -> None:
+    check_sinks(plan.spec, sinks, plan.spec.num_qo_heads, plan.metadata.device)
 
 
 def check_rows(

@@ -35,6 +35,7 @@ from .host_planning import check_kinds
 from .merging import combine_states, merge_states, pack_partial, scale_partial, unpack_partial
 from .planning import check_cache_spec
 from .planning import plan as plan_one
+from .sinks import apply_sinks, check_sinks
 
 __all__ = ["append", "attend", "paged_attention", "plan"]
 
@@ -163,16 +164,19 @@ def append(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[True],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend(
     query: Tensor,
@@ -185,6 +189,7 @@ def attend(
     *,
     combine: str = "ag_rs",
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to all tokens of all ranks; every rank of the group calls this.
 
@@ -202,7 +207,10 @@ def attend(
         ``"ag_rs"``: all-gather of LSE, and reduce-scatter of outputs in their own dtype. ``"a2a"``:
         one all-to-all of outputs with their LSE, summed in float32 in the order of ranks.
     return_lse
-        Also return the LSE.
+        Also return the LSE, without sinks.
+    sinks
+        ``[num_qo_heads / ranks]`` float32, those of this rank's heads, where the plan's spec says
+        that there are sinks. They count once, after all ranks' keys are combined.
 
     Returns
     -------
@@ -220,8 +228,8 @@ def attend(
     CollectiveError
         If another rank is gone, or did not come within the group's timeout.
     """
-    rank = _check_call(query, key, value, cache, plan, layer, group, combine)
-    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank)
+    rank = _check_call(query, key, value, cache, plan, layer, group, combine, sinks)
+    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -235,6 +243,7 @@ def _attend(
     group: Group,
     combine: str,
     rank: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     gathered = _gather_heads(query, group)
     out, lse = attention.attend(gathered, cache, plan.context, layer, return_lse=True)
@@ -244,6 +253,8 @@ def _attend(
         out, lse = _combine_ag_rs(out, lse, group, rank)
     if plan.own is not None:
         out, lse = _with_own_rows(query, key, value, plan, rank, out, lse)
+    if sinks is not None:
+        out = apply_sinks(out, lse, sinks)
     return out, lse
 
 
@@ -251,16 +262,19 @@ def _attend(
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: Literal[True],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, cache: PagedKVCache, plan: DCPPlan[Tensor],
     layer: int, group: Group, *, combine: str = "ag_rs", return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_attention(
     query: Tensor,
@@ -273,11 +287,12 @@ def paged_attention(
     *,
     combine: str = "ag_rs",
     return_lse: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`append` and `attend` in one call."""
-    rank = _check_call(query, key, value, cache, plan, layer, group, combine)
+    rank = _check_call(query, key, value, cache, plan, layer, group, combine, sinks)
     attention.append(key, value, cache, plan.context, layer)
-    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank)
+    out, lse = _attend(query, key, value, cache, plan, layer, group, combine, rank, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -338,6 +353,7 @@ def _check_call(
     layer: int,
     group: Group,
     combine: str,
+    sinks: Tensor | None,
 ) -> int:
     """Refuse what does not fit before any collective; returns this process's rank."""
     _check_plan(plan)
@@ -354,6 +370,7 @@ def _check_call(
     shape = (tokens, plan.num_local_heads, spec.head_dim)
     attention.check_rows("query", query, shape, plan.context)
     attention.check_key_value(key, value, plan.context)
+    check_sinks(spec, sinks, plan.num_local_heads, plan.context.metadata.device)
     attention.checked_pools(cache, layer)  # or it would be refused between two collectives
     kind = query.device.type
     backend = backend_of(group, kind)

@@ -18,6 +18,7 @@ from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
+from .kernels.sinks import refuse
 
 __all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
 
@@ -68,7 +69,7 @@ def choose(work: Work) -> Choice:
     """First family in `FAMILIES` that does not refuse `work`."""
     family, refusals = None, []
     for name, candidate in FAMILIES.items():
-        reason = candidate.refuse(work)
+        reason = refuse(candidate, work)
         if reason is not None:
             refusals.append((name, reason))
         elif family is None:
@@ -83,8 +84,8 @@ def _family_named(work: Work, kernel: str) -> KernelFamily:
         raise ArgumentError(
             "kernel", given=repr(kernel), wanted=f"None, or one of {', '.join(FAMILIES)}"
         )
-    if (reason := family.refuse(work)) is not None:
-        able = [name for name, other in FAMILIES.items() if other.refuse(work) is None]
+    if (reason := refuse(family, work)) is not None:
+        able = [name for name, other in FAMILIES.items() if refuse(other, work) is None]
         raise UnsupportedError(
             f"kernel {kernel!r} cannot serve attention over {work.source}: {reason}. "
             f"These can: {', '.join(able) or 'none'}. Leave kernel out to have one chosen."

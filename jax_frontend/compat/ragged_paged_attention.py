@@ -27,7 +27,6 @@ from ..arranged import ArrangedArrays
 from ..cache import CacheArrays, CacheHandle
 from ..device_planning import plan_on_device
 from .arguments import array, checked, integers, number, window
-from .sinks import apply_attention_sink
 from .tpu_pages import arranged, cache_spec_of, heads_of
 
 __all__ = ["ragged_paged_attention"]
@@ -144,7 +143,7 @@ def ragged_paged_attention(
         ``[3]``, ``i <= j <= k``. There are `k` requests; what the arrays hold of others is ignored.
         TPU kernels find decodes before `i` and whole prefills before `j`; here all are alike.
     attention_sink
-        ``[num_q_heads]``, see `apply_attention_sink`.
+        ``[num_q_heads]``, see `AttentionSpec`.
     sm_scale
         Factor on the logits; as on a TPU it is 1 when left out.
     sliding_window
@@ -214,6 +213,7 @@ def ragged_paged_attention(
         sliding_window=None if sliding_window is None else window(sliding_window),
         logits_soft_cap=None if soft_cap is None else number("soft_cap", soft_cap, positive=True),
         dtype=q.dtype.name if cache.quantized else None,
+        sinks=attention_sink is not None,
     )
     lens, table = metadata[:2]
     longest = 0 if max_query_len is None else count_of("max_query_len", max_query_len)
@@ -257,12 +257,8 @@ def _step(
         cache = _with_scales(cache, factors.stored)
     if factors.query is not None:
         q = _rounded(q, factors.query, stored_as)
-    with_sink = attention_sink is not None
-    out, *lse, cache = attention.attend(
-        q, cache, plan, layer, return_lse=with_sink, return_cache=True
-    )
-    if attention_sink is not None:
-        out = apply_attention_sink(out, lse[0], attention_sink)
+    sinks = None if attention_sink is None else attention_sink.astype(jnp.float32)
+    out, cache = attention.attend(q, cache, plan, layer, return_cache=True, sinks=sinks)
     if factors.output != 1.0:
         out = (out.astype(jnp.float32) * factors.output).astype(out.dtype)
     if call.bucket.max_query_len < call.bucket.num_tokens:

@@ -7,6 +7,7 @@ checks in a process of its own and prints what came of each.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -201,6 +202,32 @@ def query_and_output_are_scaled_by_their_kv_head() -> None:
             assert torch.equal(rows, want)
             triton_ops.warm_scale(rows, rows, kv_heads)
             assert torch.equal(rows, want)
+
+
+@check
+def sinks_take_their_share_of_the_rows() -> None:
+    from torch_backend import triton_sinks
+
+    generator = torch.Generator().manual_seed(8)
+    base = math.log(2.0)
+    for (heads, width), dtype in product(((8, 64), (6, 48), (3, 5)), (torch.bfloat16, torch.half)):
+        out = torch.randn((5, heads, width), generator=generator).to(dtype)
+        lse = torch.randn((5, heads), generator=generator) * 30
+        sinks = torch.randn(heads, generator=generator) * 30
+        # No key; a sink that is none; neither; a sink that takes all.
+        lse[0], lse[1, 0], sinks[0], sinks[1] = -torch.inf, -torch.inf, -torch.inf, torch.inf
+        out[0], out[1, 0] = 0.0, 0.0
+        for factor in (1.0, base):
+            natural = lse * factor
+            share = torch.sigmoid(natural - sinks).masked_fill(natural == -torch.inf, 0.0)
+            want, got, log = out.float() * share[..., None], out.clone(), lse.clone()
+            result = got if factor == base else torch.full_like(out, 7.0)
+            triton_sinks.apply(got, result, log, sinks, factor)
+            assert torch.equal(log, natural)
+            torch.testing.assert_close(result, want.to(dtype), rtol=2**-7, atol=1e-7)
+            assert not result[:, 1].any()
+            assert not result[0].any()
+            assert torch.equal(result[2:, 0], out[2:, 0])
 
 
 @check

@@ -15,10 +15,11 @@ import tvm_ffi
 from interop.plan import Launch
 from interop.spec import NVFP4_DTYPES
 
+from ..sinks import scale_rows, warm
 from . import flashinfer_abi as abi
-from .protocol import Work, torch_view
+from .protocol import Operands, Work, torch_view
 
-__all__ = ["Call", "load_early", "needs_capability", "ready", "refuse_any", "to_natural"]
+__all__ = ["Call", "finish", "load_early", "needs_capability", "ready", "refuse_any", "to_natural"]
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("float16", "bfloat16")
@@ -81,10 +82,27 @@ def to_natural(lse: Any) -> None:
         torch_view(lse).mul_(LN2)
 
 
+def finish(operands: Operands) -> None:
+    """Make the LSE natural, and give the output the sinks that these kernels know nothing of.
+
+    FlashInfer compiles both with a sink in them, too, but then there is no soft cap and the LSE
+    merges wrong, and several configurations of such modules share one name and one library.
+    """
+    if operands.sinks is None:
+        to_natural(operands.lse)
+    else:
+        out, lse = torch_view(operands.out), torch_view(operands.lse)
+        scale_rows(out, lse, torch_view(operands.sinks), LN2)
+
+
 def load_early(backend: str, launch: Launch, *, pages: bool) -> None:
     """Compile and load while a plan is made, not inside a custom call or a graph's recording."""
     if torch.cuda.is_available():
-        abi.load(_module_key(backend, launch, pages))
+        key = _module_key(backend, launch, pages)
+        abi.load(key)
+        if launch.spec.sinks:
+            spec = launch.spec
+            warm(spec.num_qo_heads, spec.head_dim_v, key.dtype, LN2, torch.cuda.current_device())
 
 
 def refuse_any(work: Work) -> str | None:

@@ -32,11 +32,11 @@ from interop.spec import AttentionSpec
 from .flashinfer_fa import (
     MAX_ELEMENTS,
     Call,
+    finish,
     load_early,
     needs_capability,
     ready,
     refuse_any,
-    to_natural,
 )
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
@@ -105,7 +105,7 @@ class FA2Family:
             constants=(
                 *shape.plan_info,
                 int(work.device.capability >= PDL_LEAST_CAPABILITY),
-                # Of a mixed batch the launch after this one converts all rows, these among them.
+                # Of a mixed batch the launch after this one finishes all rows, these among them.
                 int(work.role != "decodes"),
             ),
             scratch_bytes=_query_at(work, shape) + _query_bytes(work),
@@ -187,7 +187,7 @@ class FA2Family:
         if scaled:
             _scale_output(launch, operands)
         if launch.constants[-1]:
-            to_natural(operands.lse)
+            finish(operands)
 
     def _shape(self, work: Work, variant: int) -> FA2Shape:
         return _balanced_shape(work, variant == SPLIT)

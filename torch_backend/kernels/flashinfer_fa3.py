@@ -21,11 +21,11 @@ from interop.spec import CacheSpec
 from ..writing import token_major
 from .flashinfer_fa import (
     Call,
+    finish,
     load_early,
     needs_capability,
     ready,
     refuse_any,
-    to_natural,
 )
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
@@ -177,7 +177,7 @@ class FA3Family:
             operands.lse,
             *call.options,
         )
-        to_natural(operands.lse)
+        finish(operands)
 
 
 def _attend_pages(call: Call, operands: Operands, schedule: Any) -> None:
@@ -197,7 +197,7 @@ def _attend_pages(call: Call, operands: Operands, schedule: Any) -> None:
         operands.lse,
         *call.options,
     )
-    to_natural(operands.lse)
+    finish(operands)
 
 
 @lru_cache(maxsize=4096)

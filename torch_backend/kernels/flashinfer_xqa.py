@@ -233,7 +233,7 @@ class XQAFamily:
             operands.out,
             1.0,
             prepared.query,
-            None,
+            operands.sinks,
             key,
             value,
             None,

@@ -160,6 +160,8 @@ class Operands(NamedTuple):
         are pages of a quantised cache; else `None`.
     scale_layer
         ``[1]`` int32, the layer whose scales are meant.
+    sinks
+        ``[num_qo_heads]`` float32 where the spec says that there are sinks, else `None`.
     """
 
     query: Any
@@ -171,6 +173,7 @@ class Operands(NamedTuple):
     scratch: Any
     scale_table: Any = None
     scale_layer: Any = None
+    sinks: Any = None
 
     def as_torch(self) -> Operands:
         """Return these operands with every buffer but the metadata as a torch tensor of it."""

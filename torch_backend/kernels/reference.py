@@ -237,7 +237,13 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
     assert top is not None  # every request of a group has keys
 
     # The largest weight is 1, so a sum below it is 0: that of a row whose logits are all -inf.
-    summed.div_(total.clamp_min_(1.0))
+    total.clamp_min_(1.0)
+    divisor = total
+    if operands.sinks is not None:
+        # Beside a sink far above all logits, infinity here, the output rounds to 0.
+        sink = operands.sinks.view(spec.num_kv_heads, 1, spec.group_size)
+        divisor = (sink - top.view(*heads)).exp_().view_as(total).add_(total)
+    summed.div_(divisor)
     target = place(row.ravel() if kept is None else row.ravel()[kept])
 
     def put(out: Tensor, result: Tensor) -> None:
