@@ -30,7 +30,7 @@ __all__ = [
     "xla_stream",
 ]
 
-TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append")
+TARGETS = ("isthmus_attend", "isthmus_attend_waiting", "isthmus_append", "isthmus_plan")
 # Calls of this target wait for the device or allocate, so XLA may not record them.
 NOT_RECORDABLE = ("isthmus_attend_waiting",)
 

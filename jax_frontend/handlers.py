@@ -13,7 +13,8 @@ from interop.attributes import Call
 from interop.ffi import TARGETS, bind, xla_stream
 from torch_backend import PagedKVCache
 from torch_backend.cache import WHOLE_POOL, layer_pools
-from torch_backend.dispatch import run
+from torch_backend.device_planning import shape_of
+from torch_backend.dispatch import device_facts, run
 from torch_backend.kernels import FAMILIES, Operands, torch_view
 from torch_backend.writing import write_rows
 
@@ -108,6 +109,15 @@ def _append(call: Call, buffers: Sequence[Any]) -> None:
         write_rows(key, value, *pools, cache, slots, *scales)
 
 
+def _plan(call: Call, buffers: Sequence[Any]) -> None:
+    """Operands: lengths, offsets, page table. Results: metadata, status, scratch; on a GPU only."""
+    from torch_backend.triton_planning import write_metadata
+
+    with xla_stream(buffers[0]):
+        tensors = [torch_view(buffer) for buffer in buffers]
+        write_metadata(shape_of(call.launch, device_facts(tensors[0].device)), *tensors)
+
+
 def _finish_steps() -> None:
     """Wait for steps in flight: a handler that runs while Python shuts down ends the process."""
     for array in jax.live_arrays():
@@ -119,5 +129,7 @@ def _finish_steps() -> None:
 
 atexit.register(_finish_steps)
 
+RUNNERS = {"isthmus_append": _append, "isthmus_plan": _plan}
+
 for _target in TARGETS:
-    bind(_target, _append if _target == "isthmus_append" else _attend)
+    bind(_target, RUNNERS.get(_target, _attend))

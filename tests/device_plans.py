@@ -128,6 +128,27 @@ CASES = (
 )
 
 
+def written(case: Case) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which words of a plan's metadata mean something; those in between are for alignment."""
+    static, device_shape = case.static
+    mask = np.zeros(static.layout.words, np.bool_)
+    fields = static.layout.views(mask)
+    for field in fields.values():
+        field[:] = True
+    if (shape := device_shape.schedule) is not None:
+        schedule, at = fields["fa2_schedule"], shape.places
+        schedule[:] = False
+        parts = [(at.request_indices, shape.capacity), (at.qo_tile_indices, shape.capacity)]
+        parts += [(at.kv_tile_indices, shape.capacity), (at.o_indptr, shape.num_requests + 1)]
+        parts += [(at.kv_chunk_size, 1), (at.total_num_rows, 1)]
+        parts += [(at.block_valid_mask, -(-shape.capacity // 4))]
+        if shape.split:
+            parts += [(at.merge_indptr, shape.num_rows + 1)]
+        for place, count in parts:
+            schedule[place // 4 :][:count] = True
+    return mask
+
+
 @dataclass(frozen=True)
 class Lengths:
     """What a plan is made from, ``[n]``, ``[n + 1]`` and ``[n, width]`` int32."""

@@ -21,7 +21,7 @@ from interop.errors import (
     UnsupportedError,
 )
 from interop.fa2_shape import FA2Shape
-from interop.plan import AttentionPlan, PlanStatic
+from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .dispatch import Part, device_facts, serve, works_of
@@ -29,7 +29,7 @@ from .host_planning import check_specs
 from .kernels import FAMILIES, Device
 from .kernels.flashinfer_fa2 import MAX_SCRATCH_BYTES, NEVER_SPLIT, SPLIT
 
-__all__ = ["PlanStatus", "device_static", "plan_on_device"]
+__all__ = ["PlanStatus", "device_static", "plan_on_device", "planning_launch", "shape_of"]
 
 # Kernels whose metadata follow from lengths by arithmetic. FA3's schedule is made by a heap, one
 # request after another.
@@ -113,6 +113,43 @@ def _static(
         by_flashinfer,
     )
     return static, shape
+
+
+def planning_launch(static: PlanStatic, shape: DeviceShape) -> Launch:
+    """Describe the planning for a bucket so completely that any process can repeat it.
+
+    The arguments are what `device_static` returned; `shape_of` reads the launch back.
+    """
+    bucket, schedule = shape.bucket, shape.schedule
+    return Launch(
+        family="plan",
+        source=static.main[0].family,
+        spec=static.spec,
+        cache=static.cache,
+        constants=(
+            bucket.num_requests,
+            bucket.num_tokens,
+            bucket.num_pages,
+            bucket.max_query_len,
+            int(schedule is not None and schedule.split),
+            int(static.lse),
+        ),
+    )
+
+
+def shape_of(launch: Launch, device: Device) -> DeviceShape:
+    """What to write for a launch that `planning_launch` made."""
+    requests, tokens, pages, longest, split, lse = launch.constants
+    assert launch.cache is not None
+    return device_static(
+        launch.spec,
+        launch.cache,
+        Bucket(requests, tokens, pages, longest),
+        device,
+        kernel=launch.source,
+        split=bool(split),
+        return_lse=bool(lse),
+    )[1]
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -277,9 +314,10 @@ def plan_on_device(
         )
     status = torch.empty_like(kv_lens)
     if kv_lens.device.type == "cuda":
-        from .triton_planning import write_metadata
+        from .triton_planning import scratch_words, write_metadata
 
-        write_metadata(shape, kv_lens, cu_q_lens, page_table, into.metadata, status)
+        scratch = torch.empty(scratch_words(shape), dtype=torch.int32, device=kv_lens.device)
+        write_metadata(shape, kv_lens, cu_q_lens, page_table, into.metadata, status, scratch)
     else:
         arrays = (tensor.numpy() for tensor in tensors.values())
         words, numbers = metadata_of(NumPyArithmetic(), shape, *arrays)

@@ -22,7 +22,7 @@ from interop.host import INT32_MAX
 
 from .triton_chunking import cut, seen_pages
 
-__all__ = ["write_metadata"]
+__all__ = ["scratch_words", "warm", "write_metadata"]
 
 # Elements that a program works on at a time: entries of a page table, words of metadata, requests,
 # and requests for each way of cutting them.
@@ -227,6 +227,22 @@ def _constants(shape: FA2Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return cuts, torch.tensor(Estimate.of(shape), dtype=torch.float64, device=device)
 
 
+def scratch_words(shape: DeviceShape) -> int:
+    """Words of memory that `write_metadata` needs while it works."""
+    return shape.bucket.num_requests + 1
+
+
+@lru_cache(maxsize=1024)
+def warm(shape: DeviceShape, device: torch.device) -> None:
+    """Compile and load for these sizes, so that a recorded call does not have to."""
+
+    def words(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    metadata, scratch = words(shape.layout.words), words(scratch_words(shape))
+    write_metadata(shape, words(1), words(2), words(1, 1), metadata, words(1), scratch)
+
+
 def write_metadata(
     shape: DeviceShape,
     kv_lens: Tensor,
@@ -234,6 +250,7 @@ def write_metadata(
     page_table: Tensor,
     metadata: Tensor,
     status: Tensor,
+    scratch: Tensor,
 ) -> None:
     """Write the metadata of a plan, and the status of each request.
 
@@ -247,6 +264,8 @@ def write_metadata(
         ``[shape.layout.words]`` int32. Words between fields are left as they are.
     status
         ``[n]`` int32.
+    scratch
+        ``[scratch_words(shape)]`` int32; what it holds afterwards means nothing.
     """
     kv_lens, cu_q_lens = kv_lens.contiguous(), cu_q_lens.contiguous()
     if page_table.stride(1) != 1:
@@ -272,7 +291,7 @@ def write_metadata(
     item_ends, seen, capacity, split = qo_indptr, INT32_MAX, 0, False
     places = (0,) * 6
     if (own := shape.schedule) is not None:
-        item_ends = torch.empty(rows, dtype=torch.int32, device=metadata.device)
+        item_ends = scratch
         if own.window_left >= 0:
             seen = min(-(-(own.window_left + own.cta_tile_q) // page_size), INT32_MAX)
         capacity, split = own.capacity, own.split

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,12 @@ from jax.sharding import PartitionSpec as P
 import jax_frontend
 import torch_backend
 from interop import AttentionSpec, Bucket, IsthmusError, PlanStatus, RaggedBatch
+from interop.attributes import ATTRIBUTES, decode
 from interop.device_arithmetic import NumPyArithmetic
 from interop.device_metadata import metadata_of
 from jax_frontend import device_planning
 from torch_backend import PagedKVCache
+from torch_backend.device_planning import shape_of
 
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -113,6 +116,28 @@ def test_attends_and_writes_as_with_a_plan_of_the_host() -> None:
         np.testing.assert_array_equal(a, b)
     assert torch.equal(ours.k, theirs.k)
     assert torch.equal(ours.v, theirs.v)
+
+
+def test_a_gpu_plans_in_a_custom_call() -> None:
+    """Here only traced; its attributes say all that the handler needs."""
+    case = next(case for case in CASES if case.name == "decode-split")
+
+    @jax.jit
+    def planned(*arrays: Any) -> Any:
+        return jax_frontend.plan_on_device(
+            case.spec, case.cache, *arrays, bucket=case.bucket, split=case.split
+        )
+
+    with mock.patch.object(device_planning, "device_facts", lambda device: case.device):
+        arrays = random_lengths(case, 0).arrays
+        traced = planned.trace(*arrays)
+    (call,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "ffi_call"]
+    assert call.params["target_name"] == "isthmus_plan"
+    attributes = dict(call.params["attributes"])
+    launch = decode("".join(attributes[name] for name in ATTRIBUTES)).launch
+    assert shape_of(launch, case.device) == case.static[1]
+    # No operand is an argument, whose memory moves.
+    assert not set(call.invars) & set(traced.jaxpr.jaxpr.invars)
 
 
 def test_static_parts_are_those_of_the_host_and_traced_once() -> None:
