@@ -15,6 +15,7 @@ does always.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Sequence
@@ -154,6 +155,9 @@ CACHE_NAME_BYTES = 64
 CACHE_NAME = re.compile(r"[A-Za-z0-9 ._-]+")
 
 _caches: dict[str, tuple[PagedKVCache, ...]] = {}
+# Names that caches on a GPU had. XLA replays recorded calls without asking for a name again, so a
+# program that was compiled for one of them would go on in the memory of the cache that is gone.
+_retired: set[str] = set()
 _naming = threading.Lock()
 
 
@@ -246,8 +250,16 @@ def _registered(shards: tuple[PagedKVCache, ...], name: str | None) -> str:
     with _naming:
         if name is None:
             known = (key for key, value in _caches.items() if value == shards)
-            free = (f"cache{i}" for i in range(len(_caches) + 1) if f"cache{i}" not in _caches)
+            numbered = (f"cache{i}" for i in itertools.count())
+            free = (it for it in numbered if it not in _caches and it not in _retired)
             name = next(known, None) or next(free)
+        if name in _retired and shards[0].device.type != "cpu":
+            raise ArgumentError(
+                "name",
+                given=f"{name!r}, which a cache on a GPU had that was released",
+                wanted="a name that no cache of this process had",
+                remedy="Programs that were compiled for that cache may have recorded its memory.",
+            )
         if _caches.setdefault(name, shards) != shards:
             raise ArgumentError(
                 "name",
@@ -284,7 +296,9 @@ def _where(device: torch.device) -> jax.sharding.Sharding:
 def release_cache(name: str) -> None:
     """Forget a cache; programs that name it raise `CacheNotFoundError` until another has the name.
 
-    `cache_handle` gives a name that it chose to the next cache without one, so let go of handles.
+    On the CPU `cache_handle` gives a name that it chose to the next cache without one, so let go of
+    handles. The name of a cache on a GPU is not given again, since XLA may have recorded programs
+    together with the cache's memory; do not call these any more.
 
     Wait for steps in flight first: they would lose the memory that they work on.
 
@@ -298,8 +312,11 @@ def release_cache(name: str) -> None:
     if not isinstance(name, str):
         raise ArgumentError("name", given=f"a {type(name).__name__}", wanted="a handle's name")
     with _naming:
-        if _caches.pop(name, None) is None:
+        shards = _caches.pop(name, None)
+        if shards is None:
             raise _unknown(name)
+        if shards[0].device.type != "cpu":
+            _retired.add(name)
 
 
 def find_cache(name: str) -> tuple[PagedKVCache, ...]:

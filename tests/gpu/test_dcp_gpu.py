@@ -288,7 +288,7 @@ def test_jax_over_devices(ranks: int, kind: str, combine: str, step: str) -> Non
     over_ranks = NamedSharding(mesh, P("dcp"))
     kv: Any
     if kind == "handle":
-        kv = jax_frontend.cache_handle(group.caches, name="ranks", sharding=over_ranks)
+        kv = jax_frontend.cache_handle(group.caches, sharding=over_ranks)
         kv = jax_frontend.jax_after_torch(kv)
     else:
         kv = jax_frontend.init_cache(
