@@ -30,6 +30,8 @@ def _apply(
     log = tl.load(lse + place, mask=live, other=float("-inf"))
     if FACTOR != 1.0:
         log = log * FACTOR
+        # Several warps read the same logarithms; none may write before all have read.
+        tl.debug_barrier()
         tl.store(lse + place, log, mask=live)
     sink = tl.load(sinks + item % HEADS)
     share = tl.div_rn(1.0, 1.0 + tl.exp(sink - log))

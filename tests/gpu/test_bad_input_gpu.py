@@ -17,6 +17,7 @@ import torch_backend
 from interop import AttentionSpec, Bucket, RaggedBatch
 from interop.dlpack import to_jax
 from interop.errors import (
+    ArgumentError,
     DeviceError,
     DTypeError,
     OutOfDeviceMemoryError,
@@ -211,3 +212,17 @@ def test_rows_that_begin_between_words(name: str) -> None:
     with pytest.raises(ShapeError, match=rf"^{name}: got an address 2 bytes past a multiple of 16"):
         torch_backend.paged_attention(**given, cache=cache, plan=plan, layer=0)
     assert not cache.k.any()
+
+
+def test_the_name_of_a_released_cache_is_not_given_again() -> None:
+    """A recorded program would go on in the memory of the cache that had it."""
+    step = a_step()
+    named = jax_frontend.cache_handle(step.cache, name="once")
+    jax_frontend.release_cache("once")
+    numbered = jax_frontend.cache_handle(step.cache)
+    jax_frontend.release_cache(numbered.name)
+    with pytest.raises(ArgumentError, match=r"name: got 'once', .* released, want a name that no"):
+        jax_frontend.cache_handle(a_step().cache, name="once")
+    other = jax_frontend.cache_handle(a_step().cache)
+    assert other.name not in (named.name, numbered.name)
+    jax_frontend.release_cache(other.name)

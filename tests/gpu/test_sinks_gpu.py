@@ -171,6 +171,18 @@ def test_real_sizes_against_the_reference(lens: list[int]) -> None:
     assert (outs[0] - outs[1]).norm() / outs[1].norm() < 1e-2
 
 
+def test_no_row_is_scaled_by_an_lse_that_was_converted_already() -> None:
+    """Every row of many runs: warps of one program share the LSEs that it converts in place."""
+    need(FA2[0])
+    sinks = torch.linspace(-2.0, 9.0, 32, device="cuda")
+    step = new_step(FA2[0], [1] * 300, [30] * 300, sinks=True)
+    plan = step.plan("fa2")
+    first = torch_backend.attend(step.query, step.cache, plan, 0, sinks=sinks)
+    for _ in range(300):
+        again = torch_backend.attend(step.query, step.cache, plan, 0, sinks=sinks)
+        assert torch.equal(first, again)
+
+
 # Caches whose pages hold known numbers: 8 bits, and XQA, which has sinks of its own.
 
 LENS = [1, 15, 16, 17, 64, 65, 300, 256, 257, 40, 0]
