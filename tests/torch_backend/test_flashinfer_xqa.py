@@ -496,8 +496,11 @@ def _spec(**changes: Any) -> AttentionSpec:
 
 REFUSALS: dict[str, tuple[Work, str]] = {
     "cpu": (_work(device=Device("cpu")), "it needs an NVIDIA GPU, and this is a cpu device"),
-    "A100": (_work(device=Device("cuda", (8, 0), 108)), "capability 9.0, and this one has 8.0"),
-    "B200": (_work(device=Device("cuda", (10, 0), 148)), "capability 9.0, and this one has 10.0"),
+    "A100": (
+        _work(device=Device("cuda", (8, 0), 108)),
+        "12.0 or 12.1, and this one has 8.0",
+    ),
+    "B200": (_work(device=Device("cuda", (10, 0), 148)), "12.0 or 12.1, and this one has 10.0"),
     "own rows": (_work(source="tokens"), "it reads pages, not rows of the call"),
     "no rows": (_work(bucket=Bucket(4, 0, 64)), "no query rows"),
     "drafts": (_work(bucket=Bucket(4, 12, 64, 3)), "the bucket admits queries of 3 rows"),

@@ -26,13 +26,21 @@ import tvm_ffi
 
 from interop.errors import UnsupportedError, VersionError
 
-from .flashinfer_signatures import LAYOUTS, MASK_MODES, RUNS, SIGNATURES, arrange
+from .flashinfer_signatures import (
+    LAYOUTS,
+    MASK_MODES,
+    RUNS,
+    SIGNATURES,
+    TRTLLM_GEN_UNUSED,
+    arrange,
+)
 
 __all__ = [
     "BUILD_SECONDS",
     "LAYOUTS",
     "MASK_MODES",
     "SIGNATURES",
+    "TRTLLM_GEN_UNUSED",
     "ModuleKey",
     "arrange",
     "build",

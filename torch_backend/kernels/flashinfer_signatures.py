@@ -6,10 +6,13 @@ package compiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LAYOUTS", "MASK_MODES", "RUNS", "SIGNATURES", "arrange"]
+__all__ = ["LAYOUTS", "MASK_MODES", "RUNS", "SIGNATURES", "TRTLLM_GEN_UNUSED", "arrange"]
+
+LN2 = math.log(2.0)
 
 _PLAN = (
     "float_workspace_buffer",
@@ -216,6 +219,30 @@ _UNUSED = {
     "rope_rcp_theta": 1.0,
     "scale_v_scalar": 1.0,
     "token_pos_in_items_len": 0,
+}
+
+# What TRTLLM-GEN is told about features that this library does not use. Sinks have their place
+# in both signatures; as long as none are handed over, a spec with sinks must not reach this family.
+TRTLLM_GEN_UNUSED: dict[str, Any] = {
+    "out_scale_factor": None,
+    "o_sf_scale": -1.0,
+    "o_sf_vec_size": -1,
+    "o_sf_start_index": 0,
+    "sparse_mla_top_k": 0,
+    # Launched early, a kernel would read lengths and pages before what writes them has finished.
+    "enable_pdl": False,
+    "attention_sinks": None,
+    "key_block_scales": None,
+    "value_block_scales": None,
+    "skip_softmax_threshold_scale_factor": None,
+    "uses_shared_paged_kv_idx": True,
+    "use_fp16_softmax": None,
+    "uses_spcompress": None,
+    "is_causal": True,
+    "enable_block_sparse_attention": False,
+    "sparse_mla_top_k_lens": None,
+    # The kernel's LSE is of base 2 and multiplied by this.
+    "lse_scale": LN2,
 }
 
 

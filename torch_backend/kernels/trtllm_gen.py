@@ -59,30 +59,6 @@ MOST_INT = 2**31
 # what FlashInfer's own Python asks for.
 SEPARATE_KV = 2
 
-# What these kernels are told about features that this library does not use. Sinks have their place
-# in both signatures; as long as none are handed over, a spec with sinks must not reach this family.
-_UNUSED: dict[str, Any] = {
-    "out_scale_factor": None,
-    "o_sf_scale": -1.0,
-    "o_sf_vec_size": -1,
-    "o_sf_start_index": 0,
-    "sparse_mla_top_k": 0,
-    # Launched early, a kernel would read lengths and pages before what writes them has finished.
-    "enable_pdl": False,
-    "attention_sinks": None,
-    "key_block_scales": None,
-    "value_block_scales": None,
-    "skip_softmax_threshold_scale_factor": None,
-    "uses_shared_paged_kv_idx": True,
-    "use_fp16_softmax": None,
-    "uses_spcompress": None,
-    "is_causal": True,
-    "enable_block_sparse_attention": False,
-    "sparse_mla_top_k_lens": None,
-    # The kernel's LSE is of base 2 and multiplied by this.
-    "lse_scale": math.log(2.0),
-}
-
 
 class TrtllmGenFamily:
     """One of the kernels over one way of reading pages.
@@ -301,17 +277,19 @@ class TrtllmGenFamily:
         at, places, scratch = call.words, call.places, operands.scratch
         words = torch_view(operands.metadata[f"{self.name}_lens"])
         table = torch_view(operands.metadata[f"{self.name}_pages"])
-        query, key, value = operands.query, operands.key, operands.value
+        # The decodes of a mixed batch have the first rows only.
+        query, out = operands.query[: sizes.rows], operands.out[: sizes.rows]
+        key, value = operands.key, operands.value
         scales: tuple[Any, Any] = (spec.sm_scale, 1.0)
         if self._copied:
             key, value = copied_pages(operands, places, sizes, cache, words[at.valid_tokens :])
         elif cache.quantized:
-            query, scales = prepared(operands, places, spec.sm_scale)
+            query, scales = prepared(query, operands, places, spec.sm_scale)
         counters = scratch[: places.counters]
         workspace = scratch[places.workspace :]
         lse = None if operands.lse is None else canonical(operands.lse)
-        values = _UNUSED | {
-            "out": canonical(operands.out),
+        values = abi.TRTLLM_GEN_UNUSED | {
+            "out": canonical(out),
             "query": canonical(query),
             "key_cache": canonical(key),
             "value_cache": canonical(value),
@@ -339,7 +317,7 @@ class TrtllmGenFamily:
         }
         call.function(*(values[name] for name in call.names))
         no_keys = words[at.no_keys :].view(torch.bool)[: sizes.rows]
-        operands.out.masked_fill_(no_keys[:, None, None], 0.0)
+        out.masked_fill_(no_keys[:, None, None], 0.0)
         if lse is not None:
             lse.masked_fill_(no_keys[:, None], -math.inf)
 

@@ -193,12 +193,12 @@ def copied_pages(
 
 
 def prepared(
-    operands: Operands, places: Scratch, sm_scale: float
+    query: Tensor, operands: Operands, places: Scratch, sm_scale: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Write the query that is read over 8-bit pages, and the two scales, into scratch."""
     from ..triton_trtllm import prepare_trtllm
 
-    query, scratch, rounded = operands.query, operands.scratch, None
+    scratch, rounded = operands.scratch, None
     if places.key > places.query:
         rounded = scratch[places.query :][: query.numel()].view(torch.float8_e4m3fn)
         rounded = rounded.view(query.shape)
