@@ -52,8 +52,8 @@ MOST_DECODE_QUERY_LEN = 8
 MOST_SCRATCH_BYTES = 1 << 30
 # The last dimension of a grid has one block for each request.
 MOST_REQUESTS = 65535
-# Strides are handed on as int32, and so is twice the number of pages.
-MOST_INT = 2**31
+# Strides are handed on as int32.
+MOST_ELEMENTS = 2**31
 
 # How 8-bit pages are widened for a bfloat16 query: keys and values each by themselves, which is
 # what FlashInfer's own Python asks for.
@@ -168,8 +168,8 @@ class TrtllmGenFamily:
                 "launches"
             )
         page = cache.page_size * cache.num_kv_heads * cache.head_dim
-        if max(page, 2 * cache.num_layers * cache.num_pages) >= MOST_INT:
-            return "its descriptors count elements of a page, and twice the pages, in int32"
+        if page >= MOST_ELEMENTS:
+            return f"a page of {page} elements is 2**31 or more, which it cannot count"
         total = self._scratch(work.spec, cache, sizes, work.query_dtype).total
         if total > MOST_SCRATCH_BYTES:
             return f"it would need {total} bytes of scratch, more than {MOST_SCRATCH_BYTES}"
