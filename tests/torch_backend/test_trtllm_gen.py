@@ -188,6 +188,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "NHD": ("", {"cache": replace(CACHE, layout="NHD")}, "pages of layout HND, not NHD"),
     "float32": ("", {"query_dtype": "float32"}, "in float16 and bfloat16, not in float32"),
     "mixed": ("", {"role": "decodes"}, "its LSE would cover the rows of the other launch, too"),
+    "mixed, 8-bit": (
+        "",
+        {"role": "decodes", "lse": False, "cache": EIGHT},
+        "it leaves mixed batches over 8-bit pages to one launch",
+    ),
     "nvfp4": ("", {"cache": replace(CACHE, dtype="nvfp4")}, "for nvfp4 it wants an 8-bit query"),
     "width": ("", {"spec": _spec(head_dim=80)}, "(64, 128, 256), not for 80"),
     "value width": ("", {"spec": _spec(head_dim_v=64)}, "head_dim_v = 64 with head_dim = 128"),
@@ -299,6 +304,23 @@ def _served(device: Device, cache: CacheSpec, lse: bool) -> list[str | None]:
         choose(works_of(SPEC, cache, "bfloat16", bucket, 5, device, lse)[0]).family
         for bucket in buckets
     ]
+
+
+# And why others do not, by their name and a part of the reason.
+REASONS: dict[tuple[int, int], dict[str, str]] = {
+    (8, 0): {"fa3": "9.0, and this one has 8.0", "xqa": "12.1, and this one has 8.0"},
+    (9, 0): {"trtllm_gen": "10.0 or 10.3, and this one has 9.0"},
+    (10, 0): {"fa3": "9.0, and this one has 10.0", "xqa": "12.1, and this one has 10.0"},
+    (12, 0): {"fa3": "9.0, and", "trtllm_gen": "10.0 or 10.3, and this one has 12.0"},
+    (7, 5): dict.fromkeys(("fa2", "fa3", "xqa", "trtllm_gen"), "and this one has 7.5"),
+}
+
+
+@pytest.mark.parametrize("capability", REASONS)
+def test_why_others_do_not(capability: tuple[int, int]) -> None:
+    choice = choose(_work(device=Device("cuda", capability, 100), lse=False, cache=EIGHT))
+    for name, reason in REASONS[capability].items():
+        assert reason in dict(choice.refusals)[name]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -24,8 +27,10 @@ import torch
 import trtllm
 import tvm_ffi
 
-from interop import AttentionSpec, Bucket, CacheSpec, RaggedBatch
+import jax_frontend
+from interop import AttentionPlan, AttentionSpec, Bucket, CacheSpec, RaggedBatch
 from interop.attributes import ATTRIBUTES, Call, decode, encode
+from interop.errors import UnsupportedError
 from interop.plan import PlanStatic
 from torch_backend import dispatch
 from torch_backend.host_planning import host_plan
@@ -387,6 +392,64 @@ def test_launches_survive_as_attributes_and_as_json() -> None:
         call = Call(static.main[0], "", 0, True)
         attributes = encode(call)
         assert decode("".join(attributes[part] for part in ATTRIBUTES)) == call
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_plan_runs_its_kernel_once_before(
+    module: trtllm.Module, monkeypatch: pytest.MonkeyPatch, name: str, padded: bool
+) -> None:
+    """The stand-in refuses what the launcher would; errors become this library's own."""
+    step = Step(name, padded=padded)
+    (launch,) = step.static.main
+    family, cpu = FAMILIES[launch.family], torch.device("cpu")
+    trtllm_gen._warm.cache_clear()
+    trtllm_gen._warm(family, launch, step.static.query_dtype, cpu)
+    trtllm_gen._warm(family, launch, step.static.query_dtype, cpu)
+    ((_, call),) = module.calls
+    step.run()
+    _, later = module.calls[-1]
+    # What a kernel is chosen by.
+    for key in ("max_q_len", "max_kv_len", "batch_size", "window_left", "sm_count"):
+        assert call[key] == later[key]
+    for key in ("query", "out", "block_tables", "workspace_buffer"):
+        assert (call[key].shape, call[key].dtype) == (later[key].shape, later[key].dtype)
+    monkeypatch.setattr(type(family), "run", lambda *arguments: 1 / 0)
+    trtllm_gen._warm.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"cannot load or run a kernel.*kernel='fa2'"):
+        trtllm_gen._warm(family, launch, step.static.query_dtype, cpu)
+
+
+def test_jax_lowers_to_calls_of_the_same_launch() -> None:
+    """Not only PyTorch's plans: the program for CUDA names the launch, its fields and scratch."""
+    for name in ("decode", "prefill"):
+        step = Step(name, padded=True)
+        kv = jax_frontend.init_cache(
+            step.spec,
+            num_layers=LAYERS,
+            num_pages=PAGES,
+            page_size=16,
+            dtype=step.cache.dtype,
+            layout="HND",
+        )
+        kv = replace(kv, spec=step.cache)
+        plan = AttentionPlan(step.static, jnp.zeros(step.static.layout.words, jnp.int32))
+        query = jnp.zeros(step.static.query_shape, step.static.query_dtype)
+
+        def attend(query: Any, kv: Any, plan: Any, layer: Any) -> Any:
+            return jax_frontend.attend(query, kv, plan, layer, return_lse=True)
+
+        traced = jax.jit(attend).trace(query, kv, plan, jnp.int32(LAYER))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        (launch,) = step.static.main
+        assert "@isthmus_attend(" in text
+        pieces = re.findall(r'call_(\d\d) = "([^"]*)"', text)
+        told = decode("".join(piece for _, piece in sorted(pieces)).replace("\\22", '"'))
+        assert told.launch == launch and told.lse
+        assert f"tensor<{launch.scratch_bytes}xui8>" in text
+        for field in FAMILIES[launch.family].fields("pages"):
+            (length,) = (size for other, _, size in step.static.layout.fields if other == field)
+            assert f"tensor<{length}xi32>" in text
 
 
 def test_plans_of_a_bucket_are_alike() -> None:

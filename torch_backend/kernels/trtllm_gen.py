@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interop.errors import UnsupportedError
 from interop.plan import Launch
 from interop.spec import FP8_DTYPES, NVFP4_DTYPES, dtype_name
 
@@ -32,6 +33,7 @@ from .trtllm_gen_scratch import (
     Sizes,
     Words,
     copied_pages,
+    idle_operands,
     prepared,
     scratch_of,
     words_of,
@@ -119,6 +121,9 @@ class TrtllmGenFamily:
             )
         if work.role != "all" and work.lse:
             return "of a mixed batch its LSE would cover the rows of the other launch, too"
+        if work.role != "all" and work.cache is not None and work.cache.quantized:
+            # FA2 applies the scales of values to all rows, once the last launch is done.
+            return "it leaves mixed batches over 8-bit pages to one launch of another family"
         if work.query_dtype not in DTYPES:
             return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
         return None
@@ -211,7 +216,8 @@ class TrtllmGenFamily:
             scratch_bytes=self._scratch(work.spec, work.cache, sizes, work.query_dtype).total,
         )
         if torch.cuda.is_available() and torch.cuda.get_device_capability() in CAPABILITIES:
-            _warm(self, launch, work.query_dtype, torch.cuda.current_device())
+            where = torch.device("cuda", torch.cuda.current_device())
+            _warm(self, launch, work.query_dtype, where)
         words = words_of(sizes, context=self._context).total
         return launch, {
             f"{self.name}_pages": sizes.requests * sizes.width,
@@ -364,40 +370,17 @@ def _part(words: Tensor, start: int, count: int) -> Tensor | None:
 
 
 @lru_cache(maxsize=4096)
-def _warm(family: TrtllmGenFamily, launch: Launch, dtype: str, device: int) -> None:
-    """Run a launch once on one page of zeros, while a plan is made.
+def _warm(family: TrtllmGenFamily, launch: Launch, dtype: str, where: torch.device) -> None:
+    """Run a launch once on a page of zeros, while a plan is made.
 
     Its kernel is chosen by the launch's numbers and loaded when it is first used, which a custom
     call or a graph's recording must not do.
     """
-    spec, cache, sizes = launch.spec, launch.cache, Sizes(*launch.constants)
-    assert cache is not None
-    at = words_of(sizes, context=family._context)
-    where = torch.device("cuda", device)
-    words = torch.zeros(at.total, dtype=torch.int32, device=where)
-    words[at.lens :][: sizes.requests] = 1
-    if sizes.pages:
-        words[at.valid_tokens :] = -1
-    table = torch.zeros(sizes.requests * sizes.width, dtype=torch.int32, device=where)
-    metadata = {f"{family.name}_lens": words, f"{family.name}_pages": table}
-    if sizes.pages:
-        metadata["page_indices"] = torch.zeros(sizes.pages, dtype=torch.int32, device=where)
-    shape = (sizes.rows, spec.num_qo_heads, spec.head_dim)
-    query = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
-    key, value = (
-        torch.zeros((1, *cache.key_shape[1:]), dtype=getattr(torch, cache.dtype), device=where)
-        for _ in "kv"
-    )
-    lse = torch.empty(shape[:2], device=where) if sizes.lse else None
-    operands = Operands(
-        query,
-        key,
-        value,
-        metadata,
-        torch.empty_like(query),
-        lse,
-        torch.empty(launch.scratch_bytes, dtype=torch.uint8, device=where),
-        torch.ones((1, 2, spec.num_kv_heads), device=where) if cache.quantized else None,
-        torch.zeros(1, dtype=torch.int32, device=where) if cache.quantized else None,
-    )
-    family.run(launch, operands)
+    at = words_of(Sizes(*launch.constants), context=family._context)
+    try:
+        family.run(launch, idle_operands(launch, at, getattr(torch, dtype), where))
+    except Exception as error:
+        raise UnsupportedError(
+            f"TRTLLM-GEN cannot load or run a kernel for {family.name} here: {error}. Plan with "
+            "kernel='fa2'."
+        ) from error

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interop.plan import ALIGN_WORDS
+from interop.plan import ALIGN_WORDS, Launch
 from interop.spec import AttentionSpec, CacheSpec
 
 from .protocol import IntArray, Lengths, Operands, torch_view
@@ -24,6 +24,7 @@ __all__ = [
     "Sizes",
     "Words",
     "copied_pages",
+    "idle_operands",
     "prepared",
     "scratch_of",
     "words_of",
@@ -206,3 +207,38 @@ def prepared(
     scales = operands.scale_table, operands.scale_layer
     prepare_trtllm(query, rounded, factors, *scales, sm_scale)
     return query if rounded is None else rounded, (factors[:1], factors[1:])
+
+
+def idle_operands(launch: Launch, at: Words, dtype: torch.dtype, where: torch.device) -> Operands:
+    """Buffers for a call that reads one key of a page of zeros for every request."""
+    spec, cache, sizes = launch.spec, launch.cache, Sizes(*launch.constants)
+    assert cache is not None
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=where)
+
+    words = zeros(at.total)
+    words[at.lens :][: sizes.requests] = 1
+    if at.kv_indptr >= 0:
+        offsets = torch.arange(sizes.requests + 1, dtype=torch.int32, device=where)
+        words[at.kv_indptr :][: sizes.requests + 1] = offsets
+    if sizes.pages:
+        words[at.valid_tokens :] = -1
+    fields = {
+        f"{launch.family}_lens": words,
+        f"{launch.family}_pages": zeros(sizes.requests * sizes.width),
+        "page_indices": zeros(sizes.pages),
+    }
+    query = zeros(sizes.rows, spec.num_qo_heads, spec.head_dim, dtype=dtype)
+    page = (1, *cache.key_shape[1:])
+    return Operands(
+        query=query,
+        key=zeros(*page, dtype=getattr(torch, cache.dtype)),
+        value=zeros(*page, dtype=getattr(torch, cache.dtype)),
+        metadata=fields,
+        out=torch.empty_like(query),
+        lse=zeros(*query.shape[:2], dtype=torch.float32) if sizes.lse else None,
+        scratch=zeros(launch.scratch_bytes, dtype=torch.uint8),
+        scale_table=zeros(1, 2, spec.num_kv_heads, dtype=torch.float32),
+        scale_layer=zeros(1),
+    )
