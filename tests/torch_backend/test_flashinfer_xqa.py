@@ -226,14 +226,10 @@ def test_what_the_kernel_is_handed(
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+@pytest.mark.parametrize("minor", [0, 1])
 @pytest.mark.parametrize("name", CACHES)
 def test_on_12_it_is_the_kernel_for_16_bit_pages(
-    modules: Any,
-    prepared: list[dict[str, Any]],
-    name: str,
-    capability: tuple[int, int],
-    layout: str,
+    modules: Any, prepared: list[dict[str, Any]], name: str, minor: int, layout: str
 ) -> None:
     """Never run on hardware: its parts are those of that kernel, its scales those of 8 bits."""
     lens = [200, 1, 700]
