@@ -400,6 +400,31 @@ def test_where_kernels_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert re.search(r'TRTLLM_GEN_FMHA: str = "\w+/fmha/trtllm-gen/"', artifacts)
 
 
+def test_the_module_is_loaded_as_flashinfer_loads_it() -> None:
+    """Generated without arguments; each library is told where compiled kernels are."""
+    names = {
+        node.name: ast.unparse(node.args)
+        for node in ast.walk(ast.parse(_installed("jit", "attention", "modules.py")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert names["gen_trtllm_gen_fmha_module"] == ""
+    (body,) = (
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(_installed("prefill.py")))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_trtllm_gen_fmha_module"
+    )
+    for step in (
+        "mod = gen_trtllm_gen_fmha_module()",
+        "op = mod.build_and_load()",
+        "for library_path in mod.get_library_paths():",
+        "setup_cubin_loader(library_path)",
+    ):
+        assert step in body
+    # The library's own table of loaded kernels has types for a key, and no device.
+    source = _installed("data", "csrc", "trtllm_fmha_kernel_launcher.cu")
+    assert "using Key = std::tuple<Data_type, Data_type, Data_type, Data_type, int, int," in source
+
+
 def test_the_module_gets_a_loader_and_serves_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library keeps kernels of the device that launched them first."""
     handed: list[str] = []

@@ -57,8 +57,8 @@ AT_LEAST, BELOW = (0, 7, 2), (0, 7, 3)
 REMEDY = f"Install it with: pip install '{DISTRIBUTION}>=0.7.2,<0.7.3'"
 
 # Seconds that compiling one module took on a machine with 16 cores; of XQA, its longest job on two.
-# TRTLLM-GEN's was never compiled: the number is a guess.
-BUILD_SECONDS = {"fa2": 26, "fa3": 75, "xqa": 9, "trtllm_gen": 60}
+# TRTLLM-GEN's was never compiled.
+BUILD_SECONDS = {"fa2": 26, "fa3": 75, "xqa": 9}
 
 log = logging.getLogger("isthmus")
 
@@ -261,11 +261,12 @@ def _build_and_load(key: ModuleKey, device: int) -> dict[str, Any]:
     try:
         spec = jit_spec(key)
         if not spec.is_compiled:
+            seconds = BUILD_SECONDS.get(key.backend)
             log.warning(
-                "compiling the kernels of FlashInfer's %s module on first use, which takes %d s on "
+                "compiling the kernels of FlashInfer's %s module on first use, which takes %s on "
                 "16 cores and longer on fewer; python -m torch_backend.prebuild does it ahead",
                 key,
-                BUILD_SECONDS[key.backend],
+                f"{seconds} s" if seconds else "a time that was not measured",
             )
         module = _load_for(spec, device) if key.backend == "xqa" else spec.build_and_load()
         if key.backend == "trtllm_gen":
