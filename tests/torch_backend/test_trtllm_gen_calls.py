@@ -393,6 +393,17 @@ def test_strides_of_axes_of_size_1_are_made_canonical(module: trtllm.Module) -> 
     assert call["key_cache"].stride() == (2048, 1024, 64, 1)
 
 
+def test_a_single_row_has_a_stride_too(module: trtllm.Module) -> None:
+    step = Step("decode", lens=([1], [20]))
+    step.query = step.query.as_strided(step.query.shape, (7, 64, 1))
+    step.out = step.out.as_strided(step.out.shape, (3, 64, 1))
+    step.run()
+    step.check()
+    ((_, call),) = module.calls
+    assert call["query"].stride() == call["out"].stride() == (256, 64, 1)
+    assert call["query"].data_ptr() == step.query.data_ptr()
+
+
 def test_bridge_tensors_are_handed_on(module: trtllm.Module) -> None:
     """A custom call's buffers are no torch tensors; their memory is the same."""
     step = Step("decode, 8-bit", padded=True)

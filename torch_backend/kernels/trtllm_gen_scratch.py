@@ -162,7 +162,6 @@ def write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> Non
     some = lengths.kv_units > 0
     last = lengths.kv_indptr[1:][some] - 1
     valid[last] = lengths.kv_lens[some] - (lengths.kv_units[some] - 1) * page_size
-    valid[: lengths.kv_indptr[lengths.first]] = -1
 
 
 def copied_pages(
