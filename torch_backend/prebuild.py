@@ -72,7 +72,7 @@ def modules_for(
         return tuple(plain)
     # Besides these, as rows of a call have the query's type, and so have FA3's copies of pages.
     keys = [*plain, replace(plain[0], kv_dtype=cache_dtype)]
-    has_xqa = (cache_dtype, capability) == (xqa.KV_DTYPE, xqa.CAPABILITY)
+    has_xqa = cache_dtype == xqa.KV_DTYPE and capability in xqa.CAPABILITIES
     if has_xqa and xqa.refuse_spec(spec, page_size) is None:
         keys.append(xqa.module_key(spec, dtype, cache_dtype, page_size))
     return tuple(keys)

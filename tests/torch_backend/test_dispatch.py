@@ -116,7 +116,7 @@ def test_a_kernel_can_be_asked_for_by_name() -> None:
     assert plan("fa2_flashinfer") == ["fa2_flashinfer"]
     assert plan("reference") == ["reference"]
     with pytest.raises(
-        ArgumentError, match="kernel: got 'fa9', want None, or one of fa3, xqa, fa2"
+        ArgumentError, match="kernel: got 'fa9', want None, or one of fa3, xqa, trtllm_gen"
     ):
         plan("fa9")
     wanted = "kernel 'fa3' cannot serve.*capability 9.0.*These can: fa2, fa2_flashinfer, reference"

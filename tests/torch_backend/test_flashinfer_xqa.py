@@ -86,6 +86,7 @@ def _plan(
     spec: AttentionSpec = SPEC,
     cache: CacheSpec = CACHE,
     bucket: Bucket | None = None,
+    device: Device = H200,
 ) -> tuple[PlanStatic, dict[str, torch.Tensor]]:
     with only(_name(cache)):
         static, words = host_plan(
@@ -93,7 +94,7 @@ def _plan(
             cache,
             batch,
             bucket,
-            H200,
+            device,
             "raise",
             None,
             lambda n: np.full(n, -7, np.int32),
@@ -222,6 +223,35 @@ def test_what_the_kernel_is_handed(
     else:
         assert call["q"] is operands.query
         assert before["scaled"] is None
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("minor", [0, 1])
+@pytest.mark.parametrize("name", CACHES)
+def test_on_12_it_is_the_kernel_for_16_bit_pages(
+    modules: Any, prepared: list[dict[str, Any]], name: str, minor: int, layout: str
+) -> None:
+    """Never run on hardware: its parts are those of that kernel, its scales those of 8 bits."""
+    lens = [200, 1, 700]
+    batch = RaggedBatch([1] * 3, lens, np.arange(132).reshape(3, 44))
+    cache = replace(CACHES[name], num_pages=132, layout=layout)
+    card = Device("cuda", (12, minor), 170)
+    static, fields = _plan(batch, cache=cache, bucket=Bucket(4, 5, 160, 1), device=card)
+    operands = _operands(static, fields, bridge=True)
+    call = _run(static, operands, modules)
+    assert call["run_sm90_fp8_mha"] is False
+    assert (call["multiProcessorCount"], call["batchSize"], call["maxSeqLen"]) == (170, 5, 1024)
+    # Five rows of two heads, each in as many parts as 1024 keys have tiles of 256.
+    assert call["semaphores"].tolist() == [0] * 10
+    room = operands.scratch.shape[0] - (_at(call["scratch"]) - _at(operands.scratch))
+    if cache.scales_per_head:
+        room -= 2 * 5 * 8 * 128
+    assert room >= 4 * 10 * (4 * 128 * 2 + 2 * 32 * 4)
+    assert (call["qScaleTensor"] is None) == (not cache.quantized)
+    assert (call["kvScaleTensor"] is None) == (not cache.quantized)
+    assert call["kCacheVLLM"].shape == (264, 16, 2, 128)
+    out = torch.from_dlpack(operands.out)
+    assert out[:3].isnan().all() and (out[3:] == 0).all()
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -496,8 +526,11 @@ def _spec(**changes: Any) -> AttentionSpec:
 
 REFUSALS: dict[str, tuple[Work, str]] = {
     "cpu": (_work(device=Device("cpu")), "it needs an NVIDIA GPU, and this is a cpu device"),
-    "A100": (_work(device=Device("cuda", (8, 0), 108)), "capability 9.0, and this one has 8.0"),
-    "B200": (_work(device=Device("cuda", (10, 0), 148)), "capability 9.0, and this one has 10.0"),
+    "A100": (
+        _work(device=Device("cuda", (8, 0), 108)),
+        "12.0 or 12.1, and this one has 8.0",
+    ),
+    "B200": (_work(device=Device("cuda", (10, 0), 148)), "12.0 or 12.1, and this one has 10.0"),
     "own rows": (_work(source="tokens"), "it reads pages, not rows of the call"),
     "no rows": (_work(bucket=Bucket(4, 0, 64)), "no query rows"),
     "drafts": (_work(bucket=Bucket(4, 12, 64, 3)), "the bucket admits queries of 3 rows"),

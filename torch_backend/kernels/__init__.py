@@ -6,10 +6,14 @@
 `flashinfer_fa3.FA3_LEAST_MEAN_QUERY_LEN` query rows a request |
 | ``xqa`` | decode of one token a request from ``float8_e4m3fn`` pages on 9.0, without LSE | to \
 ``fa2`` for batches of very uneven lengths (`flashinfer_xqa.UNEVEN`) |
+| ``trtllm_gen`` | decode on 10.0 and 10.3, never run on hardware | |
+| ``trtllm_gen_context`` | prefill from 16-bit pages there, never run on hardware | |
 | ``fa2`` | decode, short queries, and all else since capability 8.0 | |
 | ``fa2_flashinfer`` | nothing by itself: ``fa2`` on FlashInfer's own schedule, to compare with | |
 | ``xqa_16bit`` | the same as ``xqa`` from 16-bit pages, which ``fa2`` reads faster: head widths \
 that ``fa2`` is not compiled for | |
+| ``trtllm_gen_8bit`` | prefill from 8-bit pages on 10.0 and 10.3, by a copy, where it is named; \
+never run on hardware | |
 | ``reference`` | everything, on any device | |
 
 Each refuses what its kernels do not do, with the reason. A mixed batch, decodes before prefills, is
@@ -23,6 +27,7 @@ from .flashinfer_fa3 import FA3Family
 from .flashinfer_xqa import XQAFamily
 from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
 from .reference import ReferenceFamily
+from .trtllm_gen import TrtllmGenFamily
 
 __all__ = [
     "FAMILIES",
@@ -39,9 +44,12 @@ _FA2 = FA2Family()
 _IN_ORDER: tuple[KernelFamily, ...] = (
     FA3Family(),
     XQAFamily("xqa", quantized=True, instead=_FA2),
+    TrtllmGenFamily("trtllm_gen", context=False),
+    TrtllmGenFamily("trtllm_gen_context", context=True),
     _FA2,
     FlashInferPlannedFamily(),
     XQAFamily("xqa_16bit", quantized=False),
+    TrtllmGenFamily("trtllm_gen_8bit", context=True, copied=True),
     ReferenceFamily(),
 )
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER}

@@ -8,7 +8,9 @@ Importing this module does not import FlashInfer.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -16,6 +18,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +26,21 @@ import tvm_ffi
 
 from interop.errors import UnsupportedError, VersionError
 
-from .flashinfer_signatures import LAYOUTS, MASK_MODES, RUNS, SIGNATURES, arrange
+from .flashinfer_signatures import (
+    LAYOUTS,
+    MASK_MODES,
+    RUNS,
+    SIGNATURES,
+    TRTLLM_GEN_UNUSED,
+    arrange,
+)
 
 __all__ = [
     "BUILD_SECONDS",
     "LAYOUTS",
     "MASK_MODES",
     "SIGNATURES",
+    "TRTLLM_GEN_UNUSED",
     "ModuleKey",
     "arrange",
     "build",
@@ -38,6 +49,7 @@ __all__ = [
     "jit_spec",
     "load",
     "why_missing",
+    "why_no_cubins",
 ]
 
 DISTRIBUTION = "flashinfer-python"
@@ -45,6 +57,7 @@ AT_LEAST, BELOW = (0, 7, 2), (0, 7, 3)
 REMEDY = f"Install it with: pip install '{DISTRIBUTION}>=0.7.2,<0.7.3'"
 
 # Seconds that compiling one module took on a machine with 16 cores; of XQA, its longest job on two.
+# TRTLLM-GEN's was never compiled.
 BUILD_SECONDS = {"fa2": 26, "fa3": 75, "xqa": 9}
 
 log = logging.getLogger("isthmus")
@@ -84,7 +97,7 @@ class ModuleKey:
     Parameters
     ----------
     backend
-        ``"fa2"``, ``"fa3"`` or ``"xqa"``.
+        ``"fa2"``, ``"fa3"``, ``"xqa"`` or ``"trtllm_gen"``, of which there is one module for all.
     dtype
         Element type of query and output: ``"float16"`` or ``"bfloat16"``.
     head_dim
@@ -118,6 +131,8 @@ class ModuleKey:
             ("soft cap", self.soft_cap),
         )
         text = "".join(f", {feature}" for feature, has in features if has)
+        if self.backend == "trtllm_gen":
+            return self.backend
         return f"{self.backend} {self.dtype} head_dim {self.head_dim}{text}"
 
 
@@ -140,6 +155,8 @@ def jit_spec(key: ModuleKey) -> Any:
         # two sides at once.
         xqa = importlib.import_module("flashinfer.jit.xqa")
         modules = importlib.import_module("flashinfer.jit.attention.modules")
+    if key.backend == "trtllm_gen":
+        return modules.gen_trtllm_gen_fmha_module()
     dtype, kv_dtype = getattr(torch, key.dtype), getattr(torch, key.kv_dtype)
     if key.backend == "xqa":
         one_token = 1
@@ -229,7 +246,7 @@ def load(key: ModuleKey, device: int = 0) -> dict[str, Any]:
     UnsupportedError
         If the module cannot be compiled or loaded here.
     """
-    place = (key, device if key.backend == "xqa" else 0)
+    place = (key, device if key.backend in ("xqa", "trtllm_gen") else 0)
     functions = _loaded.get(place)
     if functions is not None:
         return functions
@@ -244,13 +261,16 @@ def _build_and_load(key: ModuleKey, device: int) -> dict[str, Any]:
     try:
         spec = jit_spec(key)
         if not spec.is_compiled:
+            seconds = BUILD_SECONDS.get(key.backend)
             log.warning(
-                "compiling the kernels of FlashInfer's %s module on first use, which takes %d s on "
+                "compiling the kernels of FlashInfer's %s module on first use, which takes %s on "
                 "16 cores and longer on fewer; python -m torch_backend.prebuild does it ahead",
                 key,
-                BUILD_SECONDS[key.backend],
+                f"{seconds} s" if seconds else "a time that was not measured",
             )
         module = _load_for(spec, device) if key.backend == "xqa" else spec.build_and_load()
+        if key.backend == "trtllm_gen":
+            _let_load_cubins(spec, device)
         return {name: getattr(module, name) for name in RUNS[key.backend]}
     except Exception as error:
         raise _cannot_build(key, error) from error
@@ -266,6 +286,44 @@ def _load_for(spec: Any, device: int) -> Any:
         spec.build(need_lock=True)
     with tempfile.TemporaryDirectory() as folder, torch.cuda.device(device):
         return tvm_ffi.load_module(shutil.copy(spec.get_library_path(), folder))
+
+
+def _let_load_cubins(spec: Any, device: int) -> None:
+    """Give TRTLLM-GEN's library the function by which it finds compiled kernels.
+
+    It keeps the kernels of the device that it first launched them on, and hands these to others.
+    """
+    others = {place[1] for place in _loaded if place[0].backend == "trtllm_gen"} - {device}
+    if others:
+        raise RuntimeError(
+            f"its kernels were loaded for GPU {others.pop()} and serve one GPU a process, not GPU "
+            f"{device} as well. Use a process for each GPU, or plan with kernel='fa2'"
+        )
+    loader = importlib.import_module("flashinfer.jit.cubin_loader")
+    for path in spec.get_library_paths():
+        loader.setup_cubin_loader(path)
+
+
+def why_no_cubins() -> str | None:
+    """Why TRTLLM-GEN's kernels, which come compiled, are not here; `None` if they are.
+
+    FlashInfer would fetch them from the network in the middle of a plan, so they have to be there.
+    """
+    root = os.environ.get("FLASHINFER_CUBIN_DIR")
+    package = importlib.util.find_spec("flashinfer_cubin")
+    if root:
+        folder = Path(root)
+    elif package is not None and package.submodule_search_locations:
+        folder = Path(package.submodule_search_locations[0]) / "cubins"
+    else:
+        base = os.environ.get("FLASHINFER_WORKSPACE_BASE")
+        folder = (Path(base) if base else Path.home()) / ".cache" / "flashinfer" / "cubins"
+    if any(folder.glob("*/fmha/trtllm-gen/checksums.txt")):
+        return None
+    return (
+        f"its compiled kernels are not in {folder}: install flashinfer-cubin of FlashInfer's "
+        "version, or name their folder in FLASHINFER_CUBIN_DIR"
+    )
 
 
 def _cannot_build(key: ModuleKey, error: Exception) -> UnsupportedError:

@@ -6,10 +6,13 @@ package compiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LAYOUTS", "MASK_MODES", "RUNS", "SIGNATURES", "arrange"]
+__all__ = ["LAYOUTS", "MASK_MODES", "RUNS", "SIGNATURES", "TRTLLM_GEN_UNUSED", "arrange"]
+
+LN2 = math.log(2.0)
 
 _PLAN = (
     "float_workspace_buffer",
@@ -91,6 +94,27 @@ _FA3_EXTRAS = (
     "token_pos_in_items_len",
 )
 
+_TRTLLM_GEN = (
+    "out",
+    "out_scale_factor",
+    "query",
+    "key_cache",
+    "value_cache",
+    "workspace_buffer",
+    "multi_ctas_kv_counter_buffer",
+    "block_tables",
+    "seq_lens",
+    "max_q_len",
+    "max_kv_len",
+    "bmm1_scale",
+    "bmm2_scale",
+    "o_sf_scale",
+    "o_sf_vec_size",
+    "o_sf_start_index",
+    "batch_size",
+    "window_left",
+)
+
 # The compiled functions' parameters by name and in order; names are those of FlashInfer's sources.
 SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     "fa2": {
@@ -134,12 +158,56 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
             "enable_pdl",
         ),
     },
+    "trtllm_gen": {
+        "trtllm_paged_attention_decode": (
+            *_TRTLLM_GEN,
+            "sparse_mla_top_k",
+            "sm_count",
+            "enable_pdl",
+            "workspace_size",
+            "attention_sinks",
+            "cum_seq_lens_q",
+            "key_block_scales",
+            "value_block_scales",
+            "skip_softmax_threshold_scale_factor",
+            "uses_shared_paged_kv_idx",
+            "lse",
+            "lse_scale",
+            "lse_stride_tokens",
+            "lse_stride_heads",
+            "enable_block_sparse_attention",
+            "sparse_mla_top_k_lens",
+            "bf16q_fp8kv_transform_mode",
+            "use_fp16_softmax",
+        ),
+        "trtllm_paged_attention_context": (
+            *_TRTLLM_GEN,
+            "cum_seq_lens_q",
+            "cum_seq_lens_kv",
+            "sm_count",
+            "enable_pdl",
+            "workspace_size",
+            "attention_sinks",
+            "key_block_scales",
+            "value_block_scales",
+            "skip_softmax_threshold_scale_factor",
+            "uses_shared_paged_kv_idx",
+            "use_fp16_softmax",
+            "uses_spcompress",
+            "is_causal",
+            "lse",
+            "lse_scale",
+            "lse_stride_tokens",
+            "lse_stride_heads",
+        ),
+    },
 }
 # Those of them that compute attention; the others make plans, which this library does itself.
 RUNS = {
     "fa2": ("paged_run", "ragged_run"),
     "fa3": ("paged_run", "ragged_run"),
     "xqa": ("xqa_wrapper",),
+    "trtllm_gen": ("trtllm_paged_attention_decode", "trtllm_paged_attention_context"),
 }
 
 MASK_MODES = {False: 0, True: 1}  # by `AttentionSpec.causal`
@@ -151,6 +219,30 @@ _UNUSED = {
     "rope_rcp_theta": 1.0,
     "scale_v_scalar": 1.0,
     "token_pos_in_items_len": 0,
+}
+
+# What TRTLLM-GEN is told about features that this library does not use. Sinks have their place
+# in both signatures; as long as none are handed over, a spec with sinks must not reach this family.
+TRTLLM_GEN_UNUSED: dict[str, Any] = {
+    "out_scale_factor": None,
+    "o_sf_scale": -1.0,
+    "o_sf_vec_size": -1,
+    "o_sf_start_index": 0,
+    "sparse_mla_top_k": 0,
+    # Launched early, a kernel would read lengths and pages before what writes them has finished.
+    "enable_pdl": False,
+    "attention_sinks": None,
+    "key_block_scales": None,
+    "value_block_scales": None,
+    "skip_softmax_threshold_scale_factor": None,
+    "uses_shared_paged_kv_idx": True,
+    "use_fp16_softmax": None,
+    "uses_spcompress": None,
+    "is_causal": True,
+    "enable_block_sparse_attention": False,
+    "sparse_mla_top_k_lens": None,
+    # The kernel's LSE is of base 2 and multiplied by this.
+    "lse_scale": LN2,
 }
 
 

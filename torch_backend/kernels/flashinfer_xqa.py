@@ -1,4 +1,4 @@
-"""FlashInfer's XQA kernels: decode of one token a request on compute capability 9.0.
+"""FlashInfer's XQA kernels: decode of one token a request on compute capability 9.0 and 12.x.
 
 They need no plan: a table of pages and a length for each query row. Each row's keys are cut into
 the same number of parts, whose partial results are merged by the thread block that comes last;
@@ -7,6 +7,9 @@ blocks count themselves in semaphores.
 Over 8-bit pages the kernel multiplies in 8 bits: it rounds the query to e4m3, beyond 448 to that,
 and the softmax weights as well. Its copy engine brings pages whole, and values past a request's end
 are multiplied by 0, so they must be finite, as all is that this library writes for finite values.
+
+On 12.0 and 12.1 there is no such kernel: the one for 16-bit pages widens 8-bit ones. **That was
+never run on hardware.**
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from .flashinfer_fa import DTYPES, needs_capability
 from .flashinfer_xqa_scratch import Scratch, prepare, query_factor, scratch_of, splits_of, warm
 from .protocol import Decision, IntArray, KernelFamily, Lengths, Operands, Work, torch_view
 
-__all__ = ["CAPABILITY", "KV_DTYPE", "XQAFamily", "module_key", "refuse_spec"]
+__all__ = ["CAPABILITIES", "KV_DTYPE", "XQAFamily", "module_key", "refuse_spec"]
 
-CAPABILITY = (9, 0)
+HOPPER = (9, 0)
+CAPABILITIES = (HOPPER, (12, 0), (12, 1))
 PAGE_SIZES = (16, 32, 64, 128)
 KV_DTYPE = "float8_e4m3fn"
 MOST_HEAD_DIM, MOST_GROUP = 256, 32
@@ -83,8 +87,8 @@ class XQAFamily:
             return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
         if (missing := abi.why_missing()) is not None:
             return missing
-        if work.device.capability != CAPABILITY:
-            return needs_capability(work, "9.0")
+        if work.device.capability not in CAPABILITIES:
+            return needs_capability(work, "9.0, 12.0 or 12.1")
         if (reason := self._refuse_call(work)) is not None:
             return reason
         assert work.cache is not None
@@ -117,10 +121,11 @@ class XQAFamily:
         """Which sizes it cannot count."""
         cache, rows = work.cache, work.bucket.num_tokens
         assert cache is not None
-        if (blocks := rows * (cache.num_kv_heads if self._quantized else 1)) > MOST_BLOCKS:
+        in_8_bits = self._quantized and not _widens(work)
+        if (blocks := rows * (cache.num_kv_heads if in_8_bits else 1)) > MOST_BLOCKS:
             return f"a grid of {blocks} blocks is more than the {MOST_BLOCKS} that a card launches"
         heads = cache.num_layers * cache.num_pages * cache.page_size * cache.num_kv_heads
-        if not self._quantized and heads >= MOST_HEADS:
+        if not in_8_bits and heads >= MOST_HEADS:
             return f"a pool of {heads} heads has 2**32 or more, which it cannot count"
         return None
 
@@ -148,13 +153,14 @@ class XQAFamily:
         rows, width = work.bucket.num_tokens, 1 << variant
         # Where there is a request for padding. Others have at least the key of their own row.
         empty = int(work.num_requests > work.bucket.num_requests)
-        scratch = scratch_of(work.spec, work.cache, work.device.num_sms, rows, width)
+        widens = _widens(work)
+        scratch = scratch_of(work.spec, work.cache, work.device.num_sms, rows, width, widens)
         launch = Launch(
             family=self.name,
             source=work.source,
             spec=work.spec,
             cache=work.cache,
-            constants=(work.device.num_sms, rows, width, empty),
+            constants=(work.device.num_sms, rows, width, empty, *([1] if widens else [])),
             scratch_bytes=scratch.total,
         )
         _load_early(launch, work.query_dtype)
@@ -173,7 +179,7 @@ class XQAFamily:
         if launch.family != self.name:
             self._write_instead(work, launch, lengths, decision, fields)
             return
-        _, rows, width, empty = launch.constants
+        _, rows, width, empty, *_ = launch.constants
         # A row is a request's only one; all rows of the request that is padding have no keys.
         request = np.arange(lengths.query_lens.size).repeat(lengths.query_lens)
         kv_lens, counts = lengths.kv_lens[request], lengths.kv_units[request]
@@ -216,7 +222,7 @@ class XQAFamily:
         """See `KernelFamily.run`."""
         spec, cache, metadata = launch.spec, launch.cache, operands.metadata
         assert cache is not None
-        num_sms, rows, width, empty = launch.constants
+        num_sms, rows, width, empty, *widens = launch.constants
         call = _ready(launch, operands.out.device.index or 0)
         lens = metadata["xqa_rows"]
         prepared = prepare(launch, call.places, operands, lens)
@@ -224,7 +230,7 @@ class XQAFamily:
         if cache.layout == "HND":
             key, value = (token_major(torch_view(pool), "HND") for pool in (key, value))
         call.function(
-            cache.quantized,  # which of the two kernels
+            cache.quantized and not widens,  # which of the two kernels
             num_sms,
             spec.num_kv_heads,
             spec.window_left + 1,
@@ -305,11 +311,18 @@ def _flags_at(rows: int) -> int:
     return -(-rows // ALIGN_WORDS) * ALIGN_WORDS
 
 
+def _widens(work: Work) -> bool:
+    """Whether 8-bit pages are read by the kernel for 16-bit ones."""
+    assert work.cache is not None
+    return work.cache.quantized and work.device.capability != HOPPER
+
+
 def _is_uneven(work: Work, kv_lens: IntArray, variant: int) -> bool:
     spec, cache, num_sms = work.spec, work.cache, work.device.num_sms
     assert cache is not None
     seen = kv_lens if spec.window_left < 0 else np.minimum(kv_lens, spec.window_left + 1)
-    splits = splits_of(spec, cache, num_sms, work.bucket.num_tokens, 1 << variant)
+    rows, width = work.bucket.num_tokens, 1 << variant
+    splits = splits_of(spec, cache, num_sms, rows, width, _widens(work))
     part = int(seen.max(initial=0)) // splits
     even = int(seen.sum(dtype=np.int64)) * spec.num_kv_heads / (2 * num_sms)
     return part >= LONG_PART and part > UNEVEN * even
@@ -326,7 +339,8 @@ class _Ready(NamedTuple):
 def _ready(launch: Launch, device: int) -> _Ready:
     assert launch.cache is not None
     function = abi.load(_key_of(launch), device)["xqa_wrapper"]
-    return _Ready(function, scratch_of(launch.spec, launch.cache, *launch.constants[:3]))
+    num_sms, rows, width, _, *widens = launch.constants
+    return _Ready(function, scratch_of(launch.spec, launch.cache, num_sms, rows, width, *widens))
 
 
 def _key_of(launch: Launch) -> abi.ModuleKey:

@@ -28,7 +28,8 @@ __all__ = [
     "warm",
 ]
 
-# Keys that a thread block works on at a time, over 8-bit and over 16-bit pages.
+# Keys that a thread block works on at a time, in the kernel that multiplies in 8 bits and in the
+# one that widens pages.
 TILE_KEYS = {True: 64, False: 256}
 
 # Scratch begins with the two factors of `triton_xqa`, and its parts are aligned.
@@ -47,35 +48,41 @@ class Scratch(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def scratch_of(
-    spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int
+    spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int, widens: int = 0
 ) -> Scratch:
-    """Sizes by the rules of the functions that launch the kernels."""
-    splits = splits_of(spec, cache, num_sms, rows, width)
+    """Sizes by the rules of the functions that launch the kernels.
+
+    `widens` says that 8-bit pages are read by the kernel for 16-bit ones.
+    """
+    splits = splits_of(spec, cache, num_sms, rows, width, widens)
     blocks = rows * spec.num_kv_heads
     semaphores = blocks if splits > 1 else 0
     first = FACTOR_BYTES + 4 * semaphores if cache.quantized or semaphores else 0
     partials = query = _up(first, ALIGN_BYTES)
     if semaphores:
-        query += _up(_bytes_of_partials(spec, cache, splits * blocks), ALIGN_BYTES)
+        query += _up(_bytes_of_partials(spec, cache, splits * blocks, widens), ALIGN_BYTES)
     total = query
     if cache.scales_per_head:
         total += 2 * rows * spec.num_qo_heads * spec.head_dim
     return Scratch(semaphores, partials, query, total)
 
 
-def splits_of(spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int) -> int:
+def splits_of(
+    spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int, widens: int = 0
+) -> int:
     """Into how many parts the kernel cuts each row's keys."""
+    in_8_bits = cache.quantized and not widens
     blocks = rows * spec.num_kv_heads
-    tiles = -(-width * cache.page_size // TILE_KEYS[cache.quantized])
-    # Over 8-bit pages a quarter of three blocks on each multiprocessor, rounded half up.
-    most = (3 * num_sms // blocks + 2) // 4 if cache.quantized else num_sms // blocks
+    tiles = -(-width * cache.page_size // TILE_KEYS[in_8_bits])
+    # In 8 bits a quarter of three blocks on each multiprocessor, rounded half up.
+    most = (3 * num_sms // blocks + 2) // 4 if in_8_bits else num_sms // blocks
     return min(max(most, 1), tiles)
 
 
-def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int) -> int:
+def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int, widens: int = 0) -> int:
     """Partial outputs of all parts in 16 bits, after maxima and sums of their rows in 32 bits."""
     group = spec.group_size
-    if cache.quantized:
+    if cache.quantized and not widens:
         rows, out = 8 * group, 2 * group * spec.head_dim
     else:
         # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
