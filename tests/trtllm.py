@@ -82,8 +82,13 @@ def check(a: dict[str, Any], *, context: bool) -> None:
         assert lse.stride() == (a["lse_stride_tokens"], a["lse_stride_heads"])
     assert (a["o_sf_scale"], a["o_sf_vec_size"], a["o_sf_start_index"]) == (-1.0, -1, 0)
     assert a["enable_pdl"] is False and a["uses_shared_paged_kv_idx"] is True
-    for name in ("out_scale_factor", "key_block_scales", "value_block_scales", "attention_sinks"):
+    for name in ("out_scale_factor", "key_block_scales", "value_block_scales"):
         assert a[name] is None
+    if a["attention_sinks"] is not None:
+        assert a["attention_sinks"].dtype == torch.float32
+        assert a["attention_sinks"].shape == (heads,) and a["attention_sinks"].is_contiguous()
+        # The sums that it is made of count sinks.
+        assert lse is None
     eight = key.dtype == torch.float8_e4m3fn
     if context:
         assert a["is_causal"] is True and query.dtype == key.dtype
@@ -126,7 +131,10 @@ def compute(a: dict[str, Any], *, context: bool) -> None:
                 logits = scale * (keys[seen, head // group] @ query[row, head])
                 largest = logits.max()
                 weights = np.exp2(logits - largest)
-                out = weights @ values[seen, head // group] / weights.sum() * float(bmm2)
+                total = weights.sum()
+                if a["attention_sinks"] is not None:
+                    total += np.exp2(float(a["attention_sinks"][head]) * np.log2(np.e) - largest)
+                out = weights @ values[seen, head // group] / total * float(bmm2)
                 a["out"][row, head] = torch.from_numpy(out).to(a["out"].dtype)
                 if a["lse"] is not None:
                     a["lse"][row, head] = a["lse_scale"] * (largest + np.log2(weights.sum()))

@@ -129,6 +129,14 @@ def test_base_2_is_converted_where_the_kernel_writes_it() -> None:
     assert "lse_scale * (math::log2e * m + math::ptx_log2(d))" in source
 
 
+def test_its_lse_counts_sinks() -> None:
+    """They are in the sum before it is stored; maxima are scaled, and sums free of e4m3's 448."""
+    source = _installed("data", "csrc", "fmhaReduction.cu")
+    stored = source.index("float2 stats{maxVal * softmaxScale, sumVal * sumScale}")
+    assert source.index("sumVal += IsE4m3Bmm ? attentionSinkVal * 448.f") < stored
+    assert "exp2f(attentionSinksPtr[localHeadIdxO] * M_LOG2E - maxVal" in source
+
+
 def test_counters_are_as_many_as_flashinfer_reckons() -> None:
     """Its Python's formula, and the launcher's; the launcher refuses fewer."""
     utils = _installed("utils.py")
@@ -192,6 +200,12 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "",
         {"role": "decodes", "lse": False, "cache": EIGHT},
         "it leaves mixed batches over 8-bit pages to one launch",
+    ),
+    "sinks, LSE": ("", {"spec": _spec(sinks=True)}, "its LSE counts attention sinks"),
+    "sinks, mixed": (
+        "",
+        {"spec": _spec(sinks=True), "role": "decodes", "lse": False},
+        "it leaves mixed batches with attention sinks to one launch",
     ),
     "nvfp4": ("", {"cache": replace(CACHE, dtype="nvfp4")}, "for nvfp4 it wants an 8-bit query"),
     "width": ("", {"spec": _spec(head_dim=80)}, "(64, 128, 256), not for 80"),
@@ -273,6 +287,7 @@ def test_what_it_does(device: Device) -> None:
         {"spec": _spec(causal=False)},
         {"spec": _spec(sliding_window=9)},
         {"bucket": Bucket(4, 32, 64, 8)},
+        {"spec": _spec(sinks=True), "lse": False},
         {"cache": EIGHT},
         {"cache": EIGHT, "query_dtype": "float16"},
         {"cache": EIGHT, "spec": _spec(sliding_window=9)},

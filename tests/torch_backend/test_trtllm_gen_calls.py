@@ -109,11 +109,17 @@ class Step:
         families: tuple[str, ...] = (),
         lens: Any = None,
         bucket: Bucket | None = None,
+        sinks: bool = False,
     ) -> None:
         self.family, lengths, dtype, cache_dtype = STEPS[name]
         self.query_lens, self.kv_lens = lens or lengths
         self.spec = AttentionSpec(
-            *heads, head_dim, dtype=dtype, sliding_window=window, sm_scale=sm_scale
+            *heads,
+            head_dim,
+            dtype=dtype,
+            sliding_window=window,
+            sm_scale=sm_scale,
+            sinks=sinks,
         )
         self.cache = CacheSpec.of(
             self.spec,
@@ -179,6 +185,8 @@ class Step:
         self.lse = torch.from_numpy(rng.standard_normal(self.static.out_shape[:2])).float()
         if not lse:
             self.lse = None  # type: ignore[assignment]
+        heads = self.spec.num_qo_heads
+        self.sinks = torch.linspace(-1.0, 3.0, heads) if self.spec.sinks else None
 
     def operands(self, launch: Any, *, whole_pool: bool) -> Operands:
         """Buffers as PyTorch hands them on, one layer's pages, or as JAX does, with an offset."""
@@ -191,7 +199,17 @@ class Step:
             pools = [pool[LAYER * PAGES : (LAYER + 1) * PAGES] for pool in pools]
         scratch = torch.randint(0, 256, (launch.scratch_bytes,), dtype=torch.uint8)
         layer = None if self.scales is None else torch.tensor([LAYER], dtype=torch.int32)
-        buffers = (self.query, *pools, metadata, self.out, self.lse, scratch, self.scales, layer)
+        buffers = (
+            self.query,
+            *pools,
+            metadata,
+            self.out,
+            self.lse,
+            scratch,
+            self.scales,
+            layer,
+            self.sinks,
+        )
         return Operands(*buffers)
 
     def run(self, *, whole_pool: bool = False) -> None:
@@ -213,6 +231,7 @@ class Step:
             self.table,
             sm_scale=self.spec.sm_scale,
             sliding_window=self.spec.sliding_window,
+            sinks=None if self.sinks is None else self.sinks.numpy(),
         )
         tolerance = TOLERANCES[dtype]
         np.testing.assert_allclose(self.out[:rows].float(), out, atol=tolerance, rtol=tolerance)
@@ -278,6 +297,15 @@ def test_sizes(name: str, sizes: dict[str, Any]) -> None:
     step = Step(name, padded=True, **sizes)
     step.run()
     step.check()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_sinks_are_handed_over(module: trtllm.Module, name: str) -> None:
+    step = Step(name, padded=True, sinks=True, lse=False)
+    step.run()
+    step.check()
+    ((_, call),) = module.calls
+    assert call["attention_sinks"] is step.sinks
 
 
 def test_a_scale_for_each_head_is_applied_by_the_copy() -> None:

@@ -221,8 +221,7 @@ _UNUSED = {
     "token_pos_in_items_len": 0,
 }
 
-# What TRTLLM-GEN is told about features that this library does not use. Sinks have their place
-# in both signatures; as long as none are handed over, a spec with sinks must not reach this family.
+# What TRTLLM-GEN is told about features that this library does not use.
 TRTLLM_GEN_UNUSED: dict[str, Any] = {
     "out_scale_factor": None,
     "o_sf_scale": -1.0,
@@ -231,7 +230,6 @@ TRTLLM_GEN_UNUSED: dict[str, Any] = {
     "sparse_mla_top_k": 0,
     # Launched early, a kernel would read lengths and pages before what writes them has finished.
     "enable_pdl": False,
-    "attention_sinks": None,
     "key_block_scales": None,
     "value_block_scales": None,
     "skip_softmax_threshold_scale_factor": None,

@@ -119,6 +119,11 @@ class TrtllmGenFamily:
                 f"it decodes up to {MOST_DECODE_QUERY_LEN} tokens a request, and the bucket admits "
                 f"queries of {longest} rows"
             )
+        if work.spec.sinks and work.lse:
+            return "its LSE counts attention sinks, which LSE is not to: plan with return_lse=False"
+        if work.spec.sinks and work.role != "all":
+            # FA2 applies sinks to all rows, once the last launch is done.
+            return "it leaves mixed batches with attention sinks to one launch"
         if work.role != "all" and work.lse:
             return "of a mixed batch its LSE would cover the rows of the other launch, too"
         if work.role != "all" and work.cache is not None and work.cache.quantized:
@@ -314,6 +319,7 @@ class TrtllmGenFamily:
             "workspace_size": workspace.numel(),
             "cum_seq_lens_q": _part(words, at.q_indptr, sizes.requests + 1),
             "cum_seq_lens_kv": _part(words, at.kv_indptr, sizes.requests + 1),
+            "attention_sinks": operands.sinks,
             "lse": lse,
             "lse_stride_tokens": 0 if lse is None else lse.stride(0),
             "lse_stride_heads": 0 if lse is None else lse.stride(1),

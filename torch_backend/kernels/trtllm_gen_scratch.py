@@ -240,4 +240,5 @@ def idle_operands(launch: Launch, at: Words, dtype: torch.dtype, where: torch.de
         scratch=zeros(launch.scratch_bytes, dtype=torch.uint8),
         scale_table=zeros(1, 2, spec.num_kv_heads, dtype=torch.float32),
         scale_layer=zeros(1),
+        sinks=zeros(spec.num_qo_heads, dtype=torch.float32) if spec.sinks else None,
     )
