@@ -109,6 +109,8 @@ class PlanStatic:
         the bucket starts without context; else `None`.
     lse
         Whether calls may ask for the LSE.
+    batch_invariant
+        Whether a request's bits depend on nothing but the request.
     """
 
     spec: AttentionSpec
@@ -119,6 +121,7 @@ class PlanStatic:
     main: tuple[Launch, ...]
     own: Launch | None
     lse: bool = True
+    batch_invariant: bool = False
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -180,6 +183,8 @@ def _from_json(text: str) -> PlanStatic:
         main=tuple(launch(item) for item in raw["main"]),
         own=None if raw["own"] is None else launch(raw["own"]),
         lse=raw["lse"],
+        # Left out by programs that were exported before there was such a thing.
+        batch_invariant=raw.get("batch_invariant", False),
     )
 
 

@@ -32,6 +32,7 @@ def plan(
     fallback: str = "warn",
     kernel: str | None = None,
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> AttentionPlan[jax.Array]:
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
@@ -41,7 +42,7 @@ def plan(
 
     Parameters
     ----------
-    spec, cache_spec, batch, bucket, fallback, kernel, return_lse
+    spec, cache_spec, batch, bucket, fallback, kernel, return_lse, batch_invariant
         As for `torch_backend.plan`; under ``shard_map``, those of one shard.
     device
         Where the metadata goes; JAX's default device when left out.
@@ -77,6 +78,7 @@ def plan(
             fallback=fallback,
             kernel=kernel,
             return_lse=return_lse,
+            batch_invariant=batch_invariant,
         )
         # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
         # the steps would move about, and recorded launches would have to be recorded again.
@@ -87,6 +89,15 @@ def plan(
         return np.empty(words, np.int32)
 
     static, buffer = host_plan(
-        spec, cache_spec, batch, bucket, facts, fallback, kernel, new_buffer, return_lse
+        spec,
+        cache_spec,
+        batch,
+        bucket,
+        facts,
+        fallback,
+        kernel,
+        new_buffer,
+        return_lse,
+        batch_invariant,
     )
     return AttentionPlan(static, jax.device_put(buffer, target))

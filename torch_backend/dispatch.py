@@ -17,7 +17,7 @@ from interop.errors import ArgumentError, UnsupportedError
 from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
+from .kernels import FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
 
 __all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
 
@@ -64,11 +64,18 @@ class Choice:
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refusals])
 
 
+def _refusal(family: KernelFamily, work: Work) -> str | None:
+    """Why a family does not serve `work`; `None` if it can."""
+    if work.invariant and family.name not in INVARIANT:
+        return "what it computes for a request depends on the rest of the batch"
+    return family.refuse(work)
+
+
 def choose(work: Work) -> Choice:
     """First family in `FAMILIES` that does not refuse `work`."""
     family, refusals = None, []
     for name, candidate in FAMILIES.items():
-        reason = candidate.refuse(work)
+        reason = _refusal(candidate, work)
         if reason is not None:
             refusals.append((name, reason))
         elif family is None:
@@ -83,8 +90,8 @@ def _family_named(work: Work, kernel: str) -> KernelFamily:
         raise ArgumentError(
             "kernel", given=repr(kernel), wanted=f"None, or one of {', '.join(FAMILIES)}"
         )
-    if (reason := family.refuse(work)) is not None:
-        able = [name for name, other in FAMILIES.items() if other.refuse(work) is None]
+    if (reason := _refusal(family, work)) is not None:
+        able = [name for name, other in FAMILIES.items() if _refusal(other, work) is None]
         raise UnsupportedError(
             f"kernel {kernel!r} cannot serve attention over {work.source}: {reason}. "
             f"These can: {', '.join(able) or 'none'}. Leave kernel out to have one chosen."
@@ -119,11 +126,14 @@ def works_of(
     num_requests: int,
     device: Device,
     lse: bool = True,
+    invariant: bool = False,
 ) -> tuple[Work, ...]:
     """Pieces of work that a bucket may ask for: all requests at once, then its other ways.
 
     A bucket without context has its own rows as another source. One with long queries may come as
-    a mixed batch, whose decodes and prefills are then a piece of work each.
+    a mixed batch, whose decodes and prefills are then a piece of work each. Where bits must not
+    depend on the batch, there are no choices: decodes and others are always apart, since others
+    may join them in another step, and what is in a cache is always read from its pages.
     """
     whole = Work(
         spec=spec,
@@ -134,7 +144,17 @@ def works_of(
         bucket=bucket,
         source="tokens" if cache_spec is None else "pages",
         lse=lse,
+        invariant=invariant,
     )
+    if invariant:
+        if device.kind == "cpu" or bucket.max_query_len <= 1:
+            return (whole,)
+        one_each = replace(bucket, max_query_len=1, without_context=False)
+        return (
+            whole,
+            replace(whole, role="decodes", bucket=one_each),
+            replace(whole, role="prefills"),
+        )
     if cache_spec is None:
         return (whole,)
     if bucket.without_context:
@@ -161,14 +181,22 @@ class Served:
         The same for decodes and for prefills, where two launches are faster than one.
     own
         The same for attention over the step's own rows, where there is such.
+    by_length
+        Whether all batches come as the two pieces of `mixed`, each request by its own length;
+        else those do whose first requests are decodes.
     """
 
     def __init__(
-        self, whole: Part, mixed: tuple[Part, Part] | None = None, own: Part | None = None
+        self,
+        whole: Part,
+        mixed: tuple[Part, Part] | None = None,
+        own: Part | None = None,
+        by_length: bool = False,
     ) -> None:
         self.whole = whole
         self.mixed = mixed
         self.own = own
+        self.by_length = by_length
         self._statics: dict[tuple[bool, tuple[int, ...]], PlanStatic] = {}
 
     def parts(self, mixed: bool) -> tuple[Part, ...]:
@@ -211,6 +239,7 @@ class Served:
             main=tuple(launches),
             own=own,
             lse=work.lse,
+            batch_invariant=work.invariant,
         )
 
 
@@ -225,12 +254,21 @@ def serve(
     fallback: str,
     kernel: str | None,
     lse: bool,
+    invariant: bool = False,
 ) -> Served:
     """Choose a family for each piece of work of a bucket; raises `UnsupportedError`."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
-    whole, *others = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device, lse)
+    whole, *others = works_of(
+        spec, cache_spec, query_dtype, bucket, num_requests, device, lse, invariant
+    )
     served = whole, _family_for(whole, fallback, kernel)
+    if invariant:
+        if not others or served[1].name == "reference":
+            return Served(served)
+        return Served(
+            served, mixed=((others[0], served[1]), (others[1], served[1])), by_length=True
+        )
     if bucket.without_context and others:
         return Served(served, own=(others[0], _family_for(others[0], fallback, kernel)))
     if others and kernel is None and served[1].name != "reference":

@@ -8,6 +8,7 @@
 ``fa2`` for batches of very uneven lengths (`flashinfer_xqa.UNEVEN`) |
 | ``fa2`` | decode, short queries, and all else since capability 8.0 | |
 | ``fa2_flashinfer`` | nothing by itself: ``fa2`` on FlashInfer's own schedule, to compare with | |
+| ``fa2_invariant`` | batch-invariant plans, and nothing else | |
 | ``xqa_16bit`` | the same as ``xqa`` from 16-bit pages, which ``fa2`` reads faster: head widths \
 that ``fa2`` is not compiled for | |
 | ``reference`` | everything, on any device | |
@@ -19,6 +20,7 @@ two launches where ``fa2`` and ``fa3`` would each serve one kind (`dispatch.MIXE
 from __future__ import annotations
 
 from .flashinfer_fa2 import FA2Family, FlashInferPlannedFamily
+from .flashinfer_fa2_invariant import InvariantFA2Family
 from .flashinfer_fa3 import FA3Family
 from .flashinfer_xqa import XQAFamily
 from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
@@ -26,6 +28,7 @@ from .reference import ReferenceFamily
 
 __all__ = [
     "FAMILIES",
+    "INVARIANT",
     "Decision",
     "Device",
     "KernelFamily",
@@ -41,7 +44,11 @@ _IN_ORDER: tuple[KernelFamily, ...] = (
     XQAFamily("xqa", quantized=True, instead=_FA2),
     _FA2,
     FlashInferPlannedFamily(),
+    InvariantFA2Family(),
     XQAFamily("xqa_16bit", quantized=False),
     ReferenceFamily(),
 )
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER}
+
+INVARIANT = ("fa2_invariant", "reference")
+"""Families that can leave what they compute for a request independent of all others."""

@@ -75,6 +75,8 @@ class Work:
         each) or ``"prefills"``.
     lse
         Whether calls may ask for the LSE.
+    invariant
+        Whether a request's bits must not depend on the rest of the batch, nor on the bucket.
     """
 
     spec: AttentionSpec
@@ -86,6 +88,7 @@ class Work:
     source: str
     role: str = "all"
     lse: bool = True
+    invariant: bool = False
 
     @cached_property
     def _hash(self) -> int:
