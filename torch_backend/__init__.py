@@ -6,6 +6,7 @@ from . import dcp
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PagedKVCache, largest_num_pages
 from .device_planning import plan_on_device
+from .layer_planning import plan_layers
 from .merging import combine_states, merge_states
 from .paging import PageAllocator
 from .planning import explain, plan
@@ -29,6 +30,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan",
+    "plan_layers",
     "plan_on_device",
     "ragged_attention",
     "restore_pages",

@@ -18,6 +18,7 @@ from interop.errors import (
     ShapeError,
     TransformError,
 )
+from interop.layer_plans import check_layer
 from interop.plan import AttentionPlan, Launch
 from interop.spec import dtype_name
 
@@ -100,6 +101,7 @@ def attend(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
     pools = checked_pools(cache, layer)
+    check_layer(plan.static, layer)
     return _launch(query, *pools, plan, plan.static.main, return_lse, cache.scale_operands(layer))
 
 
@@ -178,6 +180,7 @@ def paged_attention(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan)
     check_key_value(key, value, plan)
+    check_layer(plan.static, layer)
     pools = _write(key, value, cache, plan, layer)
     if plan.static.own is not None:
         return _launch(query, key, value, plan, (plan.static.own,), return_lse)
