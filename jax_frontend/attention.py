@@ -13,7 +13,6 @@ import numpy as np
 from interop.attributes import Call
 from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
 from interop.ffi import guard
-from interop.layer_plans import check_layer
 from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import CacheSpec
 from torch_backend.cache import WHOLE_POOL
@@ -22,6 +21,7 @@ from torch_backend.planning import check_lse, check_without_cache
 
 from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
+from .layer_planning import check_layer_of, of_layer
 from .partitioning import foreign_call, shards_of, spec_of_all
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
@@ -80,7 +80,7 @@ def attend(
     shards = _check_call(query, "num_qo_heads", cache, plan)
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan, shards)
-    _check_layer(plan, layer)
+    check_layer_of(plan, layer)
     out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
@@ -154,12 +154,12 @@ def paged_attention(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan, shards)
     check_key_value(key, value, plan, shards)
-    _check_layer(plan, layer)
+    check_layer_of(plan, layer)
     # Before the write, so that a transformation of the query alone is refused before it, too.
     query, key, value = guard("paged_attention", query, key, value)
     cache = append(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        out, lse = _of_layer(plan, layer, *_own(query, key, value, plan, return_lse))
+        out, lse = of_layer(plan, layer, *_own(query, key, value, plan, return_lse))
     else:
         out, lse, cache = _attend(query, cache, plan, layer, return_lse, True)
     return (out, lse, cache) if return_lse else (out, cache)
@@ -212,14 +212,15 @@ def _attend(
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
         operands = (query, token, *which)
         out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
-        out, log = _of_layer(plan, layer, out, log)
+        out, log = of_layer(plan, layer, out, log)
         return out, log, cache if after is None else handle_in_program(cache, after)
     how = cache.arrangement
     calls = [Call(launch, "", number, lse, arrangement=how) for launch in static.main]
     pools = (query, *cache.pools, *owned_scales(cache), *which)
     out, log, _ = _launch(static, calls, pools, fields)
+    out, log = of_layer(plan, layer, out, log)
     # XLA orders reads and writes of arrays by itself.
-    return *_of_layer(plan, layer, out, log), cache
+    return out, log, cache
 
 
 def _launch(
@@ -297,25 +298,6 @@ def _place(layer: Layer, shape: CacheSpec) -> tuple[int, jax.Array | None]:
             "allocation.",
         )
     return WHOLE_POOL, _nearest(layer, shape) * shape.num_pages
-
-
-def _check_layer(plan: Plan, layer: Layer) -> None:
-    if isinstance(layer, (int, np.integer)):
-        check_layer(plan.static, int(layer))
-
-
-def _of_layer(
-    plan: Plan, layer: Layer, out: jax.Array, lse: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Make NaN of what a plan computed for a traced layer that has another plan."""
-    layers = plan.static.layers
-    if not layers or not isinstance(layer, jax.Array):
-        return out, lse
-    # A layer that the cache lacks is taken to the nearest, as in `_place`.
-    assert plan.static.cache is not None
-    right = jnp.isin(_nearest(layer, plan.static.cache), jnp.array(layers, jnp.int32))
-    out = jnp.where(right, out, jnp.nan)
-    return out, None if lse is None else jnp.where(right, lse, jnp.nan)
 
 
 def _nearest(layer: jax.Array, shape: CacheSpec) -> jax.Array:

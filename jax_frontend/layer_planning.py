@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
 from interop.batch import Bucket, RaggedBatch
 from interop.dlpack import to_jax
-from interop.layer_plans import LayerPlans
+from interop.layer_plans import LayerPlans, check_layer
+from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.layer_planning import host_layer_plans
 from torch_backend.layer_planning import plan_layers as core_plan_layers
 
 from .planning import facts_of, target_for
 
-__all__ = ["plan_layers"]
+__all__ = ["check_layer_of", "of_layer", "plan_layers"]
 
 
 def plan_layers(
@@ -80,3 +82,23 @@ def plan_layers(
         batch_invariant,
     )
     return LayerPlans(statics, kinds, jax.device_put(buffer, target))
+
+
+def check_layer_of(plan: AttentionPlan[jax.Array], layer: int | jax.Array) -> None:
+    """Raise `PlanError` where a known layer has another plan; `of_layer` is for traced ones."""
+    if isinstance(layer, (int, np.integer)):
+        check_layer(plan.static, int(layer))
+
+
+def of_layer(
+    plan: AttentionPlan[jax.Array], layer: int | jax.Array, out: jax.Array, lse: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Make NaN of what a plan computed for a traced layer that has another plan."""
+    layers, cache = plan.static.layers, plan.static.cache
+    if not layers or cache is None or not isinstance(layer, jax.Array):
+        return out, lse
+    # A layer that the cache lacks is taken to the nearest, as `attend` does.
+    nearest = jnp.clip(layer, 0, cache.num_layers - 1)
+    right = jnp.isin(nearest, jnp.array(layers, nearest.dtype))
+    out = jnp.where(right, out, jnp.nan)
+    return out, None if lse is None else jnp.where(right, lse, jnp.nan)

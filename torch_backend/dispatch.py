@@ -17,6 +17,7 @@ from interop.errors import ArgumentError, UnsupportedError
 from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
+from .choice_files import TWO_LAUNCHES, note_on, recorded
 from .kernels import FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
 
 __all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
@@ -51,16 +52,21 @@ class Choice:
         Name of the family that serves; `None` if none does.
     refusals
         ``(family, reason)`` of each that does not.
+    note
+        What a file of measured kernels says of it, where one is in use (`measuring`).
     """
 
     source: str
     role: str
     family: str | None
     refusals: tuple[tuple[str, str], ...]
+    note: str = ""
 
     def __str__(self) -> str:
         """One line for the kernel that serves, one for each that does not."""
         lines = [f"{self.role} over {self.source}: {self.family or 'no kernel'}"]
+        if self.note:
+            lines.append(f"  {self.note}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refusals])
 
 
@@ -72,15 +78,17 @@ def _refusal(family: KernelFamily, work: Work) -> str | None:
 
 
 def choose(work: Work) -> Choice:
-    """First family in `FAMILIES` that does not refuse `work`."""
+    """The family that was measured fastest, or the first in `FAMILIES`, that does not refuse."""
     family, refusals = None, []
+    measured = recorded(work)
     for name, candidate in FAMILIES.items():
-        reason = _refusal(candidate, work)
+        chosen = measured is not None and measured.family == name
+        reason = _refusal(candidate, replace(work, any_speed=True) if chosen else work)
         if reason is not None:
             refusals.append((name, reason))
-        elif family is None:
+        elif family is None or chosen:
             family = name
-    return Choice(work.source, work.role, family, tuple(refusals))
+    return Choice(work.source, work.role, family, tuple(refusals), note_on(work))
 
 
 def _family_named(work: Work, kernel: str) -> KernelFamily:
@@ -106,6 +114,8 @@ def _family_for(work: Work, fallback: str, kernel: str | None) -> KernelFamily:
     choice = choose(work)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
     falls_back = choice.family == "reference" and work.device.kind != "cpu"
+    if (measured := recorded(work)) is not None and measured.family == "reference":
+        falls_back = False
     if choice.family is None or (falls_back and fallback == "raise"):
         raise UnsupportedError(f"no kernel can serve attention over {work.source}. {reasons}")
     if falls_back:
@@ -271,7 +281,9 @@ def serve(
         )
     if bucket.without_context and others:
         return Served(served, own=(others[0], _family_for(others[0], fallback, kernel)))
-    if others and kernel is None and served[1].name != "reference":
+    measured = recorded(whole)
+    one_launch = measured is not None and measured.family != TWO_LAUNCHES
+    if others and kernel is None and served[1].name != "reference" and not one_launch:
         decodes, prefills = ((work, _family_for(work, fallback, None)) for work in others)
         # One family does both as well in one launch.
         if decodes[1] is not prefills[1]:
