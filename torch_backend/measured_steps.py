@@ -151,8 +151,6 @@ def _filled_cache(
         layout=like.layout,
         device=device,
         scales=scales if like.scales_per_head else None,
-        if like.scales_per_head
-        else None,
     )
     if not like.quantized:
         for pool in (cache.k, cache.v):
