@@ -9,6 +9,7 @@ from .batch import Bucket, RaggedBatch
 from .dcp import DCPPlan
 from .device_status import PlanStatus
 from .errors import IsthmusError
+from .layer_plans import LayerPlans
 from .plan import AttentionPlan, Launch, MetadataLayout, PlanStatic
 from .sharding import TokenShards
 from .spec import AttentionSpec, CacheSpec
@@ -21,6 +22,7 @@ __all__ = [
     "DCPPlan",
     "IsthmusError",
     "Launch",
+    "LayerPlans",
     "MetadataLayout",
     "PlanStatic",
     "PlanStatus",

@@ -109,6 +109,11 @@ class PlanStatic:
         the bucket starts without context; else `None`.
     lse
         Whether calls may ask for the LSE.
+    batch_invariant
+        Whether a request's bits depend on nothing but the request.
+    layers
+        The layers of the cache that it is for, where others have plans of their own
+        (`interop.layer_plans`); else none is named, and it is for all.
     """
 
     spec: AttentionSpec
@@ -119,6 +124,8 @@ class PlanStatic:
     main: tuple[Launch, ...]
     own: Launch | None
     lse: bool = True
+    batch_invariant: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def query_shape(self) -> tuple[int, int, int]:
@@ -180,6 +187,9 @@ def _from_json(text: str) -> PlanStatic:
         main=tuple(launch(item) for item in raw["main"]),
         own=None if raw["own"] is None else launch(raw["own"]),
         lse=raw["lse"],
+        # Left out by programs that were exported before there was such a thing.
+        batch_invariant=raw.get("batch_invariant", False),
+        layers=tuple(raw.get("layers", ())),
     )
 
 
@@ -192,8 +202,8 @@ class AttentionPlan(Generic[Metadata]):
     static
         What a compiled program may depend on; two steps of one bucket have equal static parts.
     metadata
-        ``[static.layout.words]`` int32 on the device: a torch tensor, or a JAX array (for JAX the
-        plan is a pytree whose only leaf this is).
+        ``[static.layout.words]`` int32 on the device, or more where layers share it: a torch
+        tensor, or a JAX array (for JAX the plan is a pytree whose only leaf this is).
     """
 
     static: PlanStatic

@@ -11,6 +11,7 @@ from .compat import ragged_paged_attention
 from .device_planning import plan_on_device
 from .generation import Generated, StopReason, generate
 from .inspection import assert_no_cache_copies
+from .layer_planning import plan_layers
 from .merging import combine_states, merge_states
 from .ordering import jax_after_torch, torch_after_jax
 from .partitioning import spec_of_shard
@@ -36,6 +37,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan",
+    "plan_layers",
     "plan_on_device",
     "ragged_attention",
     "ragged_paged_attention",

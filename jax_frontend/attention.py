@@ -23,6 +23,7 @@ from torch_backend.sinks import SINKS_REMEDY, check_announced
 
 from .arranged import ArrangedArrays
 from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, owned_token
+from .layer_planning import check_layer_of, of_layer
 from .partitioning import foreign_call, shards_of, spec_of_all
 from .sinks import owned_sinks
 
@@ -88,6 +89,7 @@ def attend(
     check_lse(plan.static, return_lse)
     check_rows("query", query, plan.static.query_shape, plan, shards)
     check_sinks(plan.spec, sinks, plan.spec.num_qo_heads * shards)
+    check_layer_of(plan, layer)
     out, lse, cache = _attend(query, cache, plan, layer, return_lse, return_cache, sinks)
     results = (out,) + ((lse,) if return_lse else ()) + ((cache,) if return_cache else ())
     return results if len(results) > 1 else out
@@ -163,12 +165,14 @@ def paged_attention(
     check_rows("query", query, plan.static.query_shape, plan, shards)
     check_key_value(key, value, plan, shards)
     check_sinks(plan.spec, sinks, plan.spec.num_qo_heads * shards)
+    check_layer_of(plan, layer)
     # Before the write, so that a transformation of the query alone is refused before it, too.
     given = guard("paged_attention", query, key, value, *(() if sinks is None else (sinks,)))
     query, key, value = given[:3]
     cache = append(key, value, cache, plan, layer)
     if plan.static.own is not None:
-        out, lse = _own(query, key, value, plan, return_lse, *given[3:])
+        own = _own(query, key, value, plan, return_lse, *given[3:])
+        out, lse = of_layer(plan, layer, *own)
     else:
         out, lse, cache = _attend(query, cache, plan, layer, return_lse, True, *given[3:])
     return (out, lse, cache) if return_lse else (out, cache)
@@ -243,11 +247,13 @@ def _attend(
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
         operands = (*rows, token, *which)
         out, log, after = _launch(static, calls, operands, fields, token if hand_on else None)
+        out, log = of_layer(plan, layer, out, log)
         return out, log, cache if after is None else handle_in_program(cache, after)
     how = cache.arrangement
     calls = [Call(launch, "", number, lse, arrangement=how) for launch in static.main]
     pools = (*rows, *cache.pools, *owned_scales(cache), *which)
     out, log, _ = _launch(static, calls, pools, fields)
+    out, log = of_layer(plan, layer, out, log)
     # XLA orders reads and writes of arrays by itself.
     return out, log, cache
 

@@ -98,6 +98,7 @@ def plan_on_device(
     kernel: str | None = None,
     split: bool | None = None,
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> tuple[AttentionPlan[jax.Array], jax.Array]:
     """Plan one step's attention inside ``jax.jit``, from lengths that are arrays of the program.
 
@@ -108,7 +109,7 @@ def plan_on_device(
 
     Parameters
     ----------
-    spec, cache_spec, bucket, kernel, split, return_lse
+    spec, cache_spec, bucket, kernel, split, return_lse, batch_invariant
         As for `torch_backend.plan_on_device`; under ``shard_map`` those of one shard. On a GPU the
         kernel is FA2 for queries of any length.
     kv_lens
@@ -155,6 +156,7 @@ def plan_on_device(
         kernel=kernel,
         split=split,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
     )
     if on_cpu:
         metadata, status = metadata_of(_ARITHMETIC, shape, kv_lens, cu_q_lens, page_table)

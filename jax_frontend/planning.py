@@ -14,12 +14,13 @@ from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
 from torch_backend.host_planning import host_plan
+from torch_backend.kernels import Device
 from torch_backend.planning import check_cache_spec
 from torch_backend.planning import plan as core_plan
 
 from .cache import default_device
 
-__all__ = ["plan"]
+__all__ = ["facts_of", "plan", "target_for"]
 
 
 def plan(
@@ -32,6 +33,7 @@ def plan(
     fallback: str = "warn",
     kernel: str | None = None,
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> AttentionPlan[jax.Array]:
     """Plan one step's attention for JAX, outside of ``jax.jit``.
 
@@ -41,7 +43,7 @@ def plan(
 
     Parameters
     ----------
-    spec, cache_spec, batch, bucket, fallback, kernel, return_lse
+    spec, cache_spec, batch, bucket, fallback, kernel, return_lse, batch_invariant
         As for `torch_backend.plan`; under ``shard_map``, those of one shard.
     device
         Where the metadata goes; JAX's default device when left out.
@@ -50,6 +52,52 @@ def plan(
     ------
     ShapeError, LengthError, PageError, SlotError, PlanError, UnsupportedError
         As `torch_backend.plan` does.
+    """
+    target, kind = target_for(device, cache_spec)
+    if kind == "cuda" and isinstance(target, jax.Device):
+        core = core_plan(
+            spec,
+            cache_spec,
+            batch,
+            bucket=bucket,
+            device=torch.device("cuda", target.local_hardware_id),
+            fallback=fallback,
+            kernel=kernel,
+            return_lse=return_lse,
+            batch_invariant=batch_invariant,
+        )
+        # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
+        # the steps would move about, and recorded launches would have to be recorded again.
+        return AttentionPlan(core.static, to_jax(core.metadata))
+    facts = facts_of(kind)
+
+    def new_buffer(words: int) -> npt.NDArray[np.int32]:
+        return np.empty(words, np.int32)
+
+    static, buffer = host_plan(
+        spec,
+        cache_spec,
+        batch,
+        bucket,
+        facts,
+        fallback,
+        kernel,
+        new_buffer,
+        return_lse,
+        batch_invariant,
+    )
+    return AttentionPlan(static, jax.device_put(buffer, target))
+
+
+def target_for(
+    device: object, cache_spec: CacheSpec | None
+) -> tuple[jax.Device | jax.sharding.Sharding, str]:
+    """Where a plan's metadata go, and the kind of device in this library's words.
+
+    Raises
+    ------
+    ArgumentError, DeviceError
+        For a cache spec or a device that is none, and devices on which the cache does not lie.
     """
     check_cache_spec(cache_spec)
     target = device if device is not None else default_device()
@@ -67,26 +115,9 @@ def plan(
             given=f"{first.platform} (JAX's default device, where none is passed)",
             wanted=f"a {cache_spec.device} device, where the cache lies",
         )
-    if kind == "cuda" and isinstance(target, jax.Device):
-        core = core_plan(
-            spec,
-            cache_spec,
-            batch,
-            bucket=bucket,
-            device=torch.device("cuda", target.local_hardware_id),
-            fallback=fallback,
-            kernel=kernel,
-            return_lse=return_lse,
-        )
-        # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
-        # the steps would move about, and recorded launches would have to be recorded again.
-        return AttentionPlan(core.static, to_jax(core.metadata))
-    facts = device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))
+    return target, kind
 
-    def new_buffer(words: int) -> npt.NDArray[np.int32]:
-        return np.empty(words, np.int32)
 
-    static, buffer = host_plan(
-        spec, cache_spec, batch, bucket, facts, fallback, kernel, new_buffer, return_lse
-    )
-    return AttentionPlan(static, jax.device_put(buffer, target))
+def facts_of(kind: str) -> Device:
+    """What dispatch needs to know of the devices of a kind, which are taken to be alike."""
+    return device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))

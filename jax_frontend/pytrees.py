@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from interop.dcp import DCPPlan
+from interop.layer_plans import LayerPlans
 from interop.plan import AttentionPlan, PlanStatic
 from interop.sharding import TokenShards
 from interop.spec import AttentionSpec, CacheSpec
@@ -40,6 +41,18 @@ _serialize(
     AttentionPlan,
     lambda aux: aux[0].to_json().encode(),
     lambda data: (PlanStatic.from_json(bytes(data).decode()),),
+)
+
+jax.tree_util.register_dataclass(
+    LayerPlans, data_fields=["metadata"], meta_fields=["statics", "kinds"]
+)
+_serialize(
+    LayerPlans,
+    lambda aux: json.dumps([[static.to_json() for static in aux[0]], aux[1]]).encode(),
+    lambda data: (
+        tuple(PlanStatic.from_json(text) for text in json.loads(data)[0]),
+        tuple(json.loads(data)[1]),
+    ),
 )
 
 jax.tree_util.register_dataclass(

@@ -6,6 +6,8 @@ from . import dcp
 from .attention import append, attend, paged_attention, ragged_attention
 from .cache import PagedKVCache, largest_num_pages
 from .device_planning import plan_on_device
+from .layer_planning import plan_layers
+from .measuring import measure_kernels, use_measured_choices
 from .merging import combine_states, merge_states
 from .paging import PageAllocator
 from .planning import explain, plan
@@ -28,12 +30,15 @@ __all__ = [
     "dcp",
     "explain",
     "largest_num_pages",
+    "measure_kernels",
     "merge_states",
     "paged_attention",
     "plan",
+    "plan_layers",
     "plan_on_device",
     "ragged_attention",
     "refresh_sinks",
     "restore_pages",
     "save_pages",
+    "use_measured_choices",
 ]

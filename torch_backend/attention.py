@@ -18,6 +18,7 @@ from interop.errors import (
     ShapeError,
     TransformError,
 )
+from interop.layer_plans import check_layer
 from interop.plan import AttentionPlan, Launch
 from interop.spec import dtype_name
 
@@ -111,6 +112,7 @@ def attend(
     check_rows("query", query, plan.static.query_shape, plan)
     _check_sinks(sinks, plan)
     pools = checked_pools(cache, layer)
+    check_layer(plan.static, layer)
     scales = cache.scale_operands(layer)
     return _launch(query, *pools, plan, plan.static.main, return_lse, scales, sinks)
 
@@ -195,6 +197,7 @@ def paged_attention(
     check_rows("query", query, plan.static.query_shape, plan)
     check_key_value(key, value, plan)
     _check_sinks(sinks, plan)
+    check_layer(plan.static, layer)
     pools = _write(key, value, cache, plan, layer)
     if plan.static.own is not None:
         return _launch(query, key, value, plan, (plan.static.own,), return_lse, sinks=sinks)

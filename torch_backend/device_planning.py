@@ -45,6 +45,7 @@ def device_static(
     kernel: str | None,
     split: bool | None,
     return_lse: bool,
+    batch_invariant: bool = False,
 ) -> tuple[PlanStatic, DeviceShape]:
     """Choose the static part of a plan from its bucket alone, and say what to write for it.
 
@@ -60,6 +61,11 @@ def device_static(
     ArgumentError, PlanError, UnsupportedError
         As `plan_on_device` does.
     """
+    if batch_invariant:
+        raise UnsupportedError(
+            "plan_on_device makes no batch-invariant plans: the schedules of fa2_invariant are "
+            "written on the host. Use plan(..., batch_invariant=True)."
+        )
     check_kind("spec", spec, AttentionSpec)
     check_kind("cache_spec", cache_spec, CacheSpec)
     check_kind("bucket", bucket, Bucket)
@@ -222,6 +228,7 @@ def plan_on_device(
     split: bool | None = None,
     return_lse: bool = True,
     into: AttentionPlan[Tensor] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[AttentionPlan[Tensor], Tensor]:
     """Plan one step's attention from lengths on the device, without reading them on the host.
 
@@ -257,6 +264,8 @@ def plan_on_device(
         As for `plan`.
     into
         A plan that an earlier call returned: its metadata are overwritten, and it is returned.
+    batch_invariant
+        As for `plan`, but only `False` can be served.
 
     Returns
     -------
@@ -273,7 +282,7 @@ def plan_on_device(
         For a bucket or a kernel that cannot be planned for on the device, and for an `into` of
         another static part.
     UnsupportedError
-        If FA2 cannot serve the request on this GPU.
+        If FA2 cannot serve the request on this GPU, and for `batch_invariant`.
     """
     check_kind("bucket", bucket, Bucket)
     tensors = {"kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "page_table": page_table}
@@ -302,6 +311,7 @@ def plan_on_device(
         kernel=kernel,
         split=split,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
     )
     if into is None:
         words = torch.zeros(static.layout.words, dtype=torch.int32, device=kv_lens.device)

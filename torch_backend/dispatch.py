@@ -17,7 +17,8 @@ from interop.errors import ArgumentError, UnsupportedError
 from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .kernels import FAMILIES, Device, KernelFamily, Operands, Work
+from .choice_files import TWO_LAUNCHES, note_on, recorded
+from .kernels import FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
 from .kernels.sinks import refuse
 
 __all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
@@ -52,29 +53,43 @@ class Choice:
         Name of the family that serves; `None` if none does.
     refusals
         ``(family, reason)`` of each that does not.
+    note
+        What a file of measured kernels says of it, where one is in use (`measuring`).
     """
 
     source: str
     role: str
     family: str | None
     refusals: tuple[tuple[str, str], ...]
+    note: str = ""
 
     def __str__(self) -> str:
         """One line for the kernel that serves, one for each that does not."""
         lines = [f"{self.role} over {self.source}: {self.family or 'no kernel'}"]
+        if self.note:
+            lines.append(f"  {self.note}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refusals])
 
 
+def _refusal(family: KernelFamily, work: Work) -> str | None:
+    """Why a family does not serve `work`; `None` if it can."""
+    if work.invariant and family.name not in INVARIANT:
+        return "what it computes for a request depends on the rest of the batch"
+    return refuse(family, work)
+
+
 def choose(work: Work) -> Choice:
-    """First family in `FAMILIES` that does not refuse `work`."""
+    """The family that was measured fastest, or the first in `FAMILIES`, that does not refuse."""
     family, refusals = None, []
+    measured = recorded(work)
     for name, candidate in FAMILIES.items():
-        reason = refuse(candidate, work)
+        chosen = measured is not None and measured.family == name
+        reason = _refusal(candidate, replace(work, any_speed=True) if chosen else work)
         if reason is not None:
             refusals.append((name, reason))
-        elif family is None:
+        elif family is None or chosen:
             family = name
-    return Choice(work.source, work.role, family, tuple(refusals))
+    return Choice(work.source, work.role, family, tuple(refusals), note_on(work))
 
 
 def _family_named(work: Work, kernel: str) -> KernelFamily:
@@ -84,8 +99,8 @@ def _family_named(work: Work, kernel: str) -> KernelFamily:
         raise ArgumentError(
             "kernel", given=repr(kernel), wanted=f"None, or one of {', '.join(FAMILIES)}"
         )
-    if (reason := refuse(family, work)) is not None:
-        able = [name for name, other in FAMILIES.items() if refuse(other, work) is None]
+    if (reason := _refusal(family, work)) is not None:
+        able = [name for name, other in FAMILIES.items() if _refusal(other, work) is None]
         raise UnsupportedError(
             f"kernel {kernel!r} cannot serve attention over {work.source}: {reason}. "
             f"These can: {', '.join(able) or 'none'}. Leave kernel out to have one chosen."
@@ -100,6 +115,8 @@ def _family_for(work: Work, fallback: str, kernel: str | None) -> KernelFamily:
     choice = choose(work)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.refusals)
     falls_back = choice.family == "reference" and work.device.kind != "cpu"
+    if (measured := recorded(work)) is not None and measured.family == "reference":
+        falls_back = False
     if choice.family is None or (falls_back and fallback == "raise"):
         raise UnsupportedError(f"no kernel can serve attention over {work.source}. {reasons}")
     if falls_back:
@@ -120,11 +137,14 @@ def works_of(
     num_requests: int,
     device: Device,
     lse: bool = True,
+    invariant: bool = False,
 ) -> tuple[Work, ...]:
     """Pieces of work that a bucket may ask for: all requests at once, then its other ways.
 
     A bucket without context has its own rows as another source. One with long queries may come as
-    a mixed batch, whose decodes and prefills are then a piece of work each.
+    a mixed batch, whose decodes and prefills are then a piece of work each. Where bits must not
+    depend on the batch, there are no choices: decodes and others are always apart, since others
+    may join them in another step, and what is in a cache is always read from its pages.
     """
     whole = Work(
         spec=spec,
@@ -135,7 +155,17 @@ def works_of(
         bucket=bucket,
         source="tokens" if cache_spec is None else "pages",
         lse=lse,
+        invariant=invariant,
     )
+    if invariant:
+        if device.kind == "cpu" or bucket.max_query_len <= 1:
+            return (whole,)
+        one_each = replace(bucket, max_query_len=1, without_context=False)
+        return (
+            whole,
+            replace(whole, role="decodes", bucket=one_each),
+            replace(whole, role="prefills"),
+        )
     if cache_spec is None:
         return (whole,)
     if bucket.without_context:
@@ -162,14 +192,22 @@ class Served:
         The same for decodes and for prefills, where two launches are faster than one.
     own
         The same for attention over the step's own rows, where there is such.
+    by_length
+        Whether all batches come as the two pieces of `mixed`, each request by its own length;
+        else those do whose first requests are decodes.
     """
 
     def __init__(
-        self, whole: Part, mixed: tuple[Part, Part] | None = None, own: Part | None = None
+        self,
+        whole: Part,
+        mixed: tuple[Part, Part] | None = None,
+        own: Part | None = None,
+        by_length: bool = False,
     ) -> None:
         self.whole = whole
         self.mixed = mixed
         self.own = own
+        self.by_length = by_length
         self._statics: dict[tuple[bool, tuple[int, ...]], PlanStatic] = {}
 
     def parts(self, mixed: bool) -> tuple[Part, ...]:
@@ -212,6 +250,7 @@ class Served:
             main=tuple(launches),
             own=own,
             lse=work.lse,
+            batch_invariant=work.invariant,
         )
 
 
@@ -226,15 +265,26 @@ def serve(
     fallback: str,
     kernel: str | None,
     lse: bool,
+    invariant: bool = False,
 ) -> Served:
     """Choose a family for each piece of work of a bucket; raises `UnsupportedError`."""
     if fallback not in FALLBACKS:
         raise ArgumentError("fallback", given=repr(fallback), wanted="'warn' or 'raise'")
-    whole, *others = works_of(spec, cache_spec, query_dtype, bucket, num_requests, device, lse)
+    whole, *others = works_of(
+        spec, cache_spec, query_dtype, bucket, num_requests, device, lse, invariant
+    )
     served = whole, _family_for(whole, fallback, kernel)
+    if invariant:
+        if not others or served[1].name == "reference":
+            return Served(served)
+        return Served(
+            served, mixed=((others[0], served[1]), (others[1], served[1])), by_length=True
+        )
     if bucket.without_context and others:
         return Served(served, own=(others[0], _family_for(others[0], fallback, kernel)))
-    if others and kernel is None and served[1].name != "reference":
+    measured = recorded(whole)
+    one_launch = measured is not None and measured.family != TWO_LAUNCHES
+    if others and kernel is None and served[1].name != "reference" and not one_launch:
         decodes, prefills = ((work, _family_for(work, fallback, None)) for work in others)
         # One family does both as well in one launch.
         if decodes[1] is not prefills[1]:

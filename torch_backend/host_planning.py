@@ -70,6 +70,7 @@ def host_plan(
     kernel: str | None,
     new_buffer: Callable[[int], IntArray],
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> tuple[PlanStatic, IntArray]:
     """Make a plan's static part and write its metadata into ``new_buffer(words)``, on the host.
 
@@ -77,7 +78,16 @@ def host_plan(
     are those of `plan`.
     """
     static, buffers = host_plans(
-        spec, cache_spec, [batch], bucket, device, fallback, kernel, new_buffer, return_lse
+        spec,
+        cache_spec,
+        [batch],
+        bucket,
+        device,
+        fallback,
+        kernel,
+        new_buffer,
+        return_lse,
+        batch_invariant,
     )
     return static, buffers[0]
 
@@ -92,6 +102,7 @@ def host_plans(
     kernel: str | None,
     new_buffer: Callable[[int], IntArray],
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> tuple[PlanStatic, list[IntArray]]:
     """Plan several batches of equal query lengths with one static part, as `host_plan` plans one.
 
@@ -121,16 +132,26 @@ def host_plans(
         # every kernel leaves 0 and -inf there.
         rows = bucket.num_requests + 1
     served = serve(
-        spec, cache_spec, query_dtype, bucket, rows, device, fallback, kernel, bool(return_lse)
+        spec,
+        cache_spec,
+        query_dtype,
+        bucket,
+        rows,
+        device,
+        fallback,
+        kernel,
+        bool(return_lse),
+        bool(batch_invariant),
     )
-    decodes = _leading_decodes(batch) if served.mixed is not None else 0
+    by_choice = served.mixed is not None and not served.by_length
+    decodes = _leading_decodes(batch) if by_choice else 0
     prepared = [
         _Prepared.of(each, cache_spec, served, rows, decodes, bucket.num_tokens) for each in batches
     ]
     # Where batches need different variants, the highest serves all of them.
     decided = [each.decisions for each in prepared]
     variants = [max(each[i].variant for each in decided) for i in range(len(decided[0]))]
-    static = served.static(decodes > 0, tuple(variants))
+    static = served.static(decodes > 0 or served.by_length, tuple(variants))
     buffers = []
     for each in prepared:
         buffers.append(new_buffer(static.layout.words))
@@ -167,8 +188,10 @@ class _Prepared:
             slots = batch.slot_mapping(page_size)
         pages = batch.pages(page_size)
         whole = _lengths(batch, pages.counts, pages.indptr, rows, num_tokens)
-        parts = served.parts(decodes > 0)
+        parts = served.parts(decodes > 0 or served.by_length)
         lengths = _split(whole, decodes) if decodes else [whole]
+        if served.by_length:
+            lengths = _split_by_length(whole, batch.num_requests)
         if served.own is not None:
             # Over its own rows a request has as many keys as queries.
             own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, num_tokens)
@@ -209,6 +232,16 @@ def _split(whole: Lengths, decodes: int) -> list[Lengths]:
     rest = whole.query_lens.copy()
     rest[:decodes] = 0
     return [left, replace(whole, query_lens=rest, first=decodes)]
+
+
+def _split_by_length(whole: Lengths, num_requests: int) -> list[Lengths]:
+    """Lengths for a launch over the decodes, and for one over the rest and the padding."""
+    decodes = whole.query_lens == 1
+    decodes[num_requests:] = False
+    return [
+        replace(whole, query_lens=np.where(mine, whole.query_lens, np.int32(0)))
+        for mine in (decodes, ~decodes)
+    ]
 
 
 def _lengths(

@@ -49,6 +49,7 @@ def plan(
     fallback: str = "warn",
     kernel: str | None = None,
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> AttentionPlan[Tensor]:
     """Plan one step's attention for PyTorch.
 
@@ -75,6 +76,10 @@ def plan(
     return_lse
         Whether calls may ask for the LSE. With `False` a kernel that gives none may serve, which is
         the fastest for one-token decode from a cache of ``float8_e4m3fn`` on an H100 or H200.
+    batch_invariant
+        Whether a request's output and LSE must have the same bits whatever else is in the batch,
+        wherever it stands there, and whatever the bucket. Only ``"fa2_invariant"`` and
+        ``"reference"`` promise it; see docs/invariance.md for what it costs.
 
     Returns
     -------
@@ -110,6 +115,7 @@ def plan(
         kernel,
         new_buffer,
         return_lse,
+        batch_invariant,
     )
     return AttentionPlan(static, buffers[0].to(where, non_blocking=True))
 
@@ -122,6 +128,7 @@ def explain(
     *,
     bucket: Bucket | None = None,
     return_lse: bool = True,
+    batch_invariant: bool = False,
 ) -> tuple[Choice, ...]:
     """Say which kernel serves each part of a step, and for every other one why it does not.
 
@@ -138,7 +145,9 @@ def explain(
         bucket.check(batch, num_pages)
     dtype = spec.dtype or (cache_spec.dtype if cache_spec is not None else "float32")
     facts = device_facts(where)
-    works = works_of(spec, cache_spec, dtype, bucket, batch.num_requests, facts, return_lse)
+    works = works_of(
+        spec, cache_spec, dtype, bucket, batch.num_requests, facts, return_lse, batch_invariant
+    )
     return tuple(choose(work) for work in works)
 
 

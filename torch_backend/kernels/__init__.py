@@ -10,6 +10,7 @@
 | ``trtllm_gen_context`` | prefill from 16-bit pages there, never run on hardware | |
 | ``fa2`` | decode, short queries, and all else since capability 8.0 | |
 | ``fa2_flashinfer`` | nothing by itself: ``fa2`` on FlashInfer's own schedule, to compare with | |
+| ``fa2_invariant`` | batch-invariant plans, and nothing else | |
 | ``xqa_16bit`` | the same as ``xqa`` from 16-bit pages, which ``fa2`` reads faster: head widths \
 that ``fa2`` is not compiled for | |
 | ``trtllm_gen_8bit`` | prefill from 8-bit pages on 10.0 and 10.3, by a copy, where it is named; \
@@ -23,6 +24,7 @@ two launches where ``fa2`` and ``fa3`` would each serve one kind (`dispatch.MIXE
 from __future__ import annotations
 
 from .flashinfer_fa2 import FA2Family, FlashInferPlannedFamily
+from .flashinfer_fa2_invariant import InvariantFA2Family
 from .flashinfer_fa3 import FA3Family
 from .flashinfer_xqa import XQAFamily
 from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
@@ -31,6 +33,7 @@ from .trtllm_gen import TrtllmGenFamily
 
 __all__ = [
     "FAMILIES",
+    "INVARIANT",
     "Decision",
     "Device",
     "KernelFamily",
@@ -48,8 +51,12 @@ _IN_ORDER: tuple[KernelFamily, ...] = (
     TrtllmGenFamily("trtllm_gen_context", context=True),
     _FA2,
     FlashInferPlannedFamily(),
+    InvariantFA2Family(),
     XQAFamily("xqa_16bit", quantized=False),
     TrtllmGenFamily("trtllm_gen_8bit", context=True, copied=True),
     ReferenceFamily(),
 )
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER}
+
+INVARIANT = ("fa2_invariant", "reference")
+"""Families that can leave what they compute for a request independent of all others."""

@@ -40,7 +40,7 @@ from .flashinfer_fa import (
 )
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
-__all__ = ["FA2Family", "FlashInferPlannedFamily"]
+__all__ = ["FA2Family", "FlashInferPlannedFamily", "page_size_of"]
 
 FA2_LEAST_CAPABILITY = (8, 0)
 
@@ -184,13 +184,17 @@ class FA2Family:
                 lse,
                 *call.options,
             )
-        if scaled:
+        if scaled and self._scales_output(launch):
             _scale_output(launch, operands)
         if launch.constants[-1]:
             finish(operands)
 
     def _shape(self, work: Work, variant: int) -> FA2Shape:
         return _balanced_shape(work, variant == SPLIT)
+
+    def _scales_output(self, launch: Launch) -> bool:
+        # A launch that comes after this one scales its own rows only.
+        return True
 
 
 class FlashInferPlannedFamily(FA2Family):
@@ -270,7 +274,8 @@ def _scales_of(operands: Operands) -> tuple[Tensor, Tensor]:
     return torch_view(operands.scale_table), torch_view(operands.scale_layer)
 
 
-def _page_size(work: Work) -> int:
+def page_size_of(work: Work) -> int:
+    """Tokens in a page; a row of the call is a page of its own."""
     if work.source == "tokens":
         return 1
     assert work.cache is not None
@@ -288,7 +293,7 @@ def _balanced_shape(work: Work, split: bool) -> FA2Shape:
         num_qo_heads=spec.num_qo_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim_v=spec.head_dim_v,
-        page_size=_page_size(work),
+        page_size=page_size_of(work),
         num_sms=work.device.num_sms,
         split=split,
         window_left=spec.window_left,
@@ -321,7 +326,7 @@ def _flashinfer_shape(work: Work) -> FA2Shape:
         num_qo_heads=spec.num_qo_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim_v=spec.head_dim_v,
-        page_size=_page_size(work),
+        page_size=page_size_of(work),
         num_sms=work.device.num_sms,
         cta_tile_q=tile,
         capacity=max(2 * work.device.num_sms // spec.num_kv_heads, tiles),

@@ -78,7 +78,7 @@ class FA3Family:
                 f"{_bytes_of_pages(work)} bytes, not 1 to {COPY_MOST_BYTES}"
             )
         mean = _query_rows(work)
-        if mean < FA3_LEAST_MEAN_QUERY_LEN:
+        if mean < FA3_LEAST_MEAN_QUERY_LEN and not work.any_speed:
             return (
                 f"the bucket has {mean:.3g} query rows a request, and below "
                 f"{FA3_LEAST_MEAN_QUERY_LEN} its tiles of 128 rows stay too empty to be fast"

@@ -75,6 +75,10 @@ class Work:
         each) or ``"prefills"``.
     lse
         Whether calls may ask for the LSE.
+    invariant
+        Whether a request's bits must not depend on the rest of the batch, nor on the bucket.
+    any_speed
+        Whether a family is asked for what it can do, and not for where it is the fastest.
     """
 
     spec: AttentionSpec
@@ -86,6 +90,8 @@ class Work:
     source: str
     role: str = "all"
     lse: bool = True
+    invariant: bool = False
+    any_speed: bool = False
 
     @cached_property
     def _hash(self) -> int:

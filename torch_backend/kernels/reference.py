@@ -117,8 +117,9 @@ class ReferenceFamily:
         return Decision()
 
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
-        """See `KernelFamily.shape`."""
-        return Launch(self.name, work.source, work.spec, work.cache), {}
+        """See `KernelFamily.shape`: the constant says how many requests are worked on together."""
+        alone = (1,) if work.invariant else ()
+        return Launch(self.name, work.source, work.spec, work.cache, alone), {}
 
     def write(
         self,
@@ -146,8 +147,9 @@ class ReferenceFamily:
         scratch = Scratch(operands.query.device)
         rows = Rows.of(launch, operands, scratch)
         call = _Call(spec, operands, rows, scratch, tokens)
-        most = max(1, ROW_ELEMENTS // _row_elements(spec))
-        for group in _groups(qo, kv_lens, first_page, tokens, most):
+        # Sums run in another order where a request is padded to the length of others.
+        most = launch.constants[0] if launch.constants else ROW_ELEMENTS // _row_elements(spec)
+        for group in _groups(qo, kv_lens, first_page, tokens, max(1, most)):
             _attend_group(call, group)
 
 

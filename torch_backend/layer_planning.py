@@ -1,0 +1,154 @@
+"""Plans for models whose layers attend differently: one batch, several specs, one upload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interop.batch import Bucket, RaggedBatch
+from interop.errors import ArgumentError
+from interop.layer_plans import LayerPlans, check_layers, joined
+from interop.plan import PlanStatic
+from interop.spec import AttentionSpec, CacheSpec
+
+from .dispatch import device_facts
+from .host_planning import IntArray, host_plan
+from .kernels import Device
+from .planning import _device
+
+__all__ = ["host_layer_plans", "plan_layers"]
+
+
+def plan_layers(
+    specs: Sequence[AttentionSpec],
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    *,
+    bucket: Bucket | None = None,
+    device: torch.device | str | None = None,
+    fallback: str = "warn",
+    kernel: str | None = None,
+    return_lse: bool = True,
+    batch_invariant: bool = False,
+) -> LayerPlans[Tensor]:
+    """Plan one step's attention for a model whose layers attend differently.
+
+    Parameters
+    ----------
+    specs
+        The arithmetic of each layer of the cache, in order; equal ones share a plan. They may
+        differ in scale, masks and soft cap.
+    cache_spec, batch, bucket, device, fallback, kernel, return_lse, batch_invariant
+        As for `plan`.
+
+    Returns
+    -------
+    LayerPlans
+        ``plans[layer]`` is the plan to pass with a layer. All are views of one array, which
+        travelled in one copy; lengths, pages and slots are there once.
+
+    Raises
+    ------
+    ArgumentError
+        If there is not one spec for each layer of the cache.
+    PlanError
+        If layers disagree in heads, widths or dtype; and as `plan` does.
+    ShapeError, LengthError, PageError, SlotError, UnsupportedError
+        As `plan` does.
+    """
+    where = _device(device, cache_spec)
+    pinned = where.type == "cuda"
+    buffers: list[Tensor] = []
+
+    def new_buffer(words: int) -> IntArray:
+        buffers.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned))
+        return buffers[0].numpy()
+
+    statics, kinds, _ = host_layer_plans(
+        specs,
+        cache_spec,
+        batch,
+        bucket,
+        device_facts(where),
+        fallback,
+        kernel,
+        new_buffer,
+        return_lse,
+        batch_invariant,
+    )
+    return LayerPlans(statics, kinds, buffers[0].to(where, non_blocking=True))
+
+
+def host_layer_plans(
+    specs: Sequence[AttentionSpec],
+    cache_spec: CacheSpec | None,
+    batch: RaggedBatch,
+    bucket: Bucket | None,
+    device: Device,
+    fallback: str,
+    kernel: str | None,
+    new_buffer: Callable[[int], IntArray],
+    return_lse: bool = True,
+    batch_invariant: bool = False,
+) -> tuple[tuple[PlanStatic, ...], tuple[int, ...], IntArray]:
+    """Make static parts, say which is each layer's, and write ``new_buffer(words)`` on the host.
+
+    Arguments and errors are those of `plan_layers`.
+    """
+    layers = check_layers(specs, cache_spec)
+    if not isinstance(batch, RaggedBatch):
+        raise ArgumentError("batch", given=type(batch).__name__, wanted="a RaggedBatch")
+    distinct = list(dict.fromkeys(layers))
+    kinds = tuple(distinct.index(spec) for spec in layers)
+    shared = _OnceCounted(batch)
+    made = [
+        host_plan(
+            spec,
+            cache_spec,
+            shared,
+            bucket,
+            device,
+            fallback,
+            kernel,
+            lambda words: np.empty(words, np.int32),
+            return_lse,
+            batch_invariant,
+        )
+        for spec in distinct
+    ]
+    statics, whole = joined(tuple(static for static, _ in made), kinds)
+    buffer = new_buffer(whole.words)
+    for static, (alone, words) in zip(statics, made, strict=True):
+        for name, place in static.layout.slices.items():
+            buffer[place] = words[alone.layout.slices[name]]
+    return statics, kinds, buffer
+
+
+class _OnceCounted(RaggedBatch):
+    """A batch while it is planned for several specs: pages and slots are looked up once."""
+
+    __slots__ = ("_found",)
+
+    _found: dict[tuple[int, ...], IntArray]
+
+    def __init__(self, batch: RaggedBatch) -> None:
+        for name in RaggedBatch.__slots__:
+            setattr(self, name, getattr(batch, name))
+        self._found = {}
+
+    def page_indices(self, page_size: int, num_pages: int) -> IntArray:
+        """See `RaggedBatch.page_indices`."""
+        key = (page_size, num_pages)
+        if key not in self._found:
+            self._found[key] = super().page_indices(page_size, num_pages)
+        return self._found[key]
+
+    def slot_mapping(self, page_size: int) -> IntArray:
+        """See `RaggedBatch.slot_mapping`."""
+        key = (page_size,)
+        if key not in self._found:
+            self._found[key] = super().slot_mapping(page_size)
+        return self._found[key]
