@@ -16,7 +16,7 @@ from .errors import ArgumentError, PlanError
 from .plan import AttentionPlan, MetadataLayout, PlanStatic
 from .spec import AttentionSpec, CacheSpec
 
-__all__ = ["LayerPlans", "check_layer", "check_layers", "joined"]
+__all__ = ["COMMON", "LayerPlans", "check_layer", "check_layers", "joined"]
 
 Metadata = TypeVar("Metadata")
 

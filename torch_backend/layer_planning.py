@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interop.batch import Bucket, RaggedBatch
 from interop.errors import ArgumentError
-from interop.layer_plans import LayerPlans, check_layers, joined
+from interop.layer_plans import COMMON, LayerPlans, check_layers, joined
 from interop.plan import PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
@@ -121,9 +121,10 @@ def host_layer_plans(
     ]
     statics, whole = joined(tuple(static for static, _ in made), kinds)
     buffer = new_buffer(whole.words)
-    for static, (alone, words) in zip(statics, made, strict=True):
+    for i, (static, (alone, words)) in enumerate(zip(statics, made, strict=True)):
         for name, place in static.layout.slices.items():
-            buffer[place] = words[alone.layout.slices[name]]
+            if i == 0 or name not in COMMON:
+                buffer[place] = words[alone.layout.slices[name]]
     return statics, kinds, buffer
 
 
