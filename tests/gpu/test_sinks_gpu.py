@@ -171,6 +171,29 @@ def test_real_sizes_against_the_reference(lens: list[int]) -> None:
     assert (outs[0] - outs[1]).norm() / outs[1].norm() < 1e-2
 
 
+@pytest.mark.parametrize(
+    "lens", [([1] * 5, [700, 3, 90, 1, 5000]), ([1, 1, 3, 200], [40, 5000, 9, 200])]
+)
+def test_batch_invariant_plans_have_them(lens: tuple[list[int], list[int]]) -> None:
+    """Two launches, of which the last one gives all rows their sinks, once."""
+    need(FA2[0])
+    sinks = torch.linspace(-2.0, 9.0, 32, device="cuda")
+    step = new_step(FA2[0], *lens, sinks=True)
+    plain = torch_backend.plan(step.spec, step.cache.spec, step.batch, device="cuda")
+    invariant = torch_backend.plan(
+        step.spec, step.cache.spec, step.batch, device="cuda", batch_invariant=True
+    )
+    assert {launch.family for launch in invariant.static.main} == {"fa2_invariant"}
+    want, want_lse = torch_backend.attend(
+        step.query, step.cache, plain, 0, sinks=sinks, return_lse=True
+    )
+    got, lse = torch_backend.attend(
+        step.query, step.cache, invariant, 0, sinks=sinks, return_lse=True
+    )
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, want_lse, rtol=5e-3, atol=5e-3)
+
+
 def test_no_row_is_scaled_by_an_lse_that_was_converted_already() -> None:
     """Every row of many runs: warps of one program share the LSEs that it converts in place."""
     need(FA2[0])
