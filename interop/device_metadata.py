@@ -110,12 +110,12 @@ def metadata_of(
     flat = page_table.reshape(-1)
 
     # Position of each row in its request. Where nothing is written it is before the start, since a
-    # request that is left out has no keys.
+    # request that is left out has no keys. A field of no rows has one word nonetheless.
     token = xp.arange(max(bucket.num_tokens, 1), dtype=np.int32)
     row = xp.minimum(owner[: token.size], rows - 1)
     kv_all = padded(requests.kv_lens)
     position = ops.take(kv_all - ends, row) + token
-    written = position >= 0
+    written = (position >= 0) & (token < bucket.num_tokens)
     column = ops.quotient(xp.maximum(position, 0), shape.page_size)
     page = ops.take(flat, xp.where(written, row * width + column, 0))
     slots = page * shape.page_size + position - column * shape.page_size

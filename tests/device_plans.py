@@ -128,6 +128,16 @@ CASES = (
 )
 
 
+# Buckets without rows or without pages: their fields have one word nonetheless.
+EDGES = (
+    Case("no-rows", Bucket(2, 0, 4), width=2, device=CPU),
+    Case("no-pages-on-the-cpu", Bucket(2, 4, 0), width=2, device=CPU),
+    Case("no-pages", Bucket(2, 4, 0), width=2, split=False),
+    Case("no-pages-split", Bucket(2, 4, 0), width=2, split=True),
+    Case("no-pages-by-flashinfer", Bucket(2, 4, 0), width=2, kernel="fa2_flashinfer"),
+)
+
+
 def written(case: Case) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which words of a plan's metadata mean something; those in between are for alignment."""
     static, device_shape = case.static
@@ -224,6 +234,52 @@ def spoiled(case: Case, lengths: Lengths, seed: int) -> Lengths:
             case 6:
                 offsets[rng.integers(n + 1) :] += rng.integers(1, bucket.num_tokens + 2)
     return Lengths(kv, offsets, table)
+
+
+def hostile(case: Case, seed: int, count: int | None = None) -> Lengths:
+    """Any 32 bits: numbers that look right, those next to limits, and random ones."""
+    rng = np.random.default_rng(seed)
+    bucket, high = case.bucket, 2**31 - 1
+    n = int(rng.integers(1, bucket.num_requests + 1)) if count is None else count
+    limits = [-high - 1, -1, 0, 1, case.page_size, bucket.num_tokens, high - 1, high]
+    limits += [case.cache.num_pages - 1, case.cache.num_pages, case.width * case.page_size]
+
+    def draw(*size: int) -> Array:
+        numbers = rng.integers(0, 9, size)
+        wild = np.where(
+            rng.random(size) < 0.5,
+            rng.choice(limits, size),
+            rng.integers(-high - 1, high + 1, size),
+        )
+        return np.where(rng.random(size) < rng.choice([0, 0.05, 1]), wild, numbers).astype(np.int32)
+
+    offsets = draw(n + 1)
+    if rng.random() < 0.6:  # else the order of offsets is all that is ever wrong
+        offsets = np.sort(np.clip(offsets, 0, 2 * bucket.num_tokens))
+        offsets[0] = 0
+    return Lengths(draw(n), offsets, draw(n, case.width))
+
+
+def outside(case: Case, words: Array) -> list[str]:
+    """Names of the fields of metadata by which memory of nobody would be read or written."""
+    fields, bucket = case.static[0].layout.views(words), case.bucket
+    slots = case.cache.num_pages * case.page_size
+    limits = {
+        "slot_mapping": (-1, slots - 1),
+        "page_indices": (0, case.cache.num_pages - 1),
+        "kv_indptr": (0, bucket.num_pages),
+        "qo_indptr": (0, bucket.num_tokens),
+        "kv_lens": (0, case.width * case.page_size),
+        "kv_last_page_len": (0, case.page_size),
+    }
+    found = [
+        name
+        for name, (low, high) in limits.items()
+        if fields[name].min() < low or fields[name].max() > high
+    ]
+    found += [name for name in ("kv_indptr", "qo_indptr") if (np.diff(fields[name]) < 0).any()]
+    pages = np.diff(fields["kv_indptr"])
+    return found + ["kv_lens past pages"] * bool((fields["kv_lens"] > pages * case.page_size).any())
 
 
 def judged(case: Case, lengths: Lengths) -> list[PlanStatus]:

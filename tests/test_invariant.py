@@ -54,12 +54,12 @@ def solve_jax(world: World, company: Company) -> Answers:
         bucket=company.bucket,
         batch_invariant=True,
     )
-    handle = jax_frontend.cache_handle(world.cache, name="invariant")
+    handle = jax_frontend.cache_handle(world.cache)
     rows = [to_jax(x) for x in world.operands(company)]
     try:
         out, lse, _ = jax.block_until_ready(jax_step(*rows, handle, plan))
     finally:
-        jax_frontend.release_cache("invariant")
+        jax_frontend.release_cache(handle.name)
     return world.by_request(company, to_torch(out).clone(), to_torch(lse).clone())
 
 
@@ -133,7 +133,7 @@ def test_the_static_part_keeps_the_promise() -> None:
 def test_an_exported_program_keeps_the_promise() -> None:
     world = World.of(SPEC, LENS["mixed"], "float32", "cpu")
     company = companies(LENS["mixed"], FEW["mixed"])["few in the bucket of all"]
-    handle = jax_frontend.cache_handle(world.cache, name="invariant")
+    handle = jax_frontend.cache_handle(world.cache)
     rows = [to_jax(x) for x in world.operands(company)]
     plan = jax_frontend.plan(
         SPEC, handle.spec, world.batch(company), bucket=company.bucket, batch_invariant=True
@@ -146,7 +146,7 @@ def test_an_exported_program_keeps_the_promise() -> None:
         loaded = jax.export.deserialize(exported.serialize())
         out, lse, _ = jax.block_until_ready(loaded.call(*rows, handle, plan))
     finally:
-        jax_frontend.release_cache("invariant")
+        jax_frontend.release_cache(handle.name)
     got = world.by_request(company, to_torch(out), to_torch(lse))
     assert_same_bits(got, world.solve(Company((1, 0, 4, 2))))
 

@@ -125,7 +125,7 @@ def test_jax_has_the_bits_of_torch(bucket: Bucket | None, kind: str) -> None:
         cache = new_cache(0)
         kv: Any
         if kind == "handle":
-            kv = jax_frontend.cache_handle(cache, name="layers")
+            kv = jax_frontend.cache_handle(cache)
         else:
             kv = jax_frontend.init_cache(
                 LOCAL, num_layers=3, num_pages=12, page_size=4, dtype="float32"
@@ -136,7 +136,7 @@ def test_jax_has_the_bits_of_torch(bucket: Bucket | None, kind: str) -> None:
             outs, kv = jax.block_until_ready(step(jax_rows(1, count(bucket)), kv, theirs))
         finally:
             if kind == "handle":
-                jax_frontend.release_cache("layers")
+                jax_frontend.release_cache(kv.name)
         for got, right in zip(outs, want, strict=False):
             assert torch.equal(to_torch(got), right)
 
@@ -233,7 +233,7 @@ def test_a_layer_of_another_kind_is_refused(frontend: Any) -> None:
     plans = frontend.plan_layers(SPECS, cache.spec, BATCH)
     is_torch = frontend is torch_backend
     rows = torch_rows(1) if is_torch else jax_rows(1)
-    kv: Any = cache if is_torch else jax_frontend.cache_handle(cache, name="layers")
+    kv: Any = cache if is_torch else jax_frontend.cache_handle(cache)
     before = cache.k.clone()
     try:
         for layer, plan, layers in ((1, plans[0], "0, 2"), (2, plans[1], "1")):
@@ -246,13 +246,13 @@ def test_a_layer_of_another_kind_is_refused(frontend: Any) -> None:
             frontend.attend(rows[0], kv, plans, 0)
     finally:
         if not is_torch:
-            jax_frontend.release_cache("layers")
+            jax_frontend.release_cache(kv.name)
     assert torch.equal(cache.k, before)
 
 
 def test_a_traced_layer_of_another_kind_gives_nan() -> None:
     cache = new_cache(0)
-    kv = jax_frontend.cache_handle(cache, name="layers")
+    kv = jax_frontend.cache_handle(cache)
     plans = jax_frontend.plan_layers(SPECS, kv.spec, BATCH)
     attend = jax.jit(jax_frontend.attend, static_argnames="return_lse")
     try:
@@ -266,7 +266,7 @@ def test_a_traced_layer_of_another_kind_gives_nan() -> None:
         with pytest.raises(ArgumentError, match="known when the program is traced"):
             jax.jit(lambda plans, i: plans[i].metadata)(plans, 1)
     finally:
-        jax_frontend.release_cache("layers")
+        jax_frontend.release_cache(kv.name)
 
 
 @frontends

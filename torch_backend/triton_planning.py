@@ -172,12 +172,14 @@ def _fill(
     """Program ``b`` writes words ``b * BLOCK`` on of every field that has so many."""
     start = tl.program_id(0) * BLOCK
     x = start + tl.arange(0, BLOCK)
-    if start < num_pages:
+    # A field without an entry or a row has one word nonetheless.
+    entries = tl.maximum(num_pages, 1)
+    if start < entries:
         row = tl.minimum(_owners(kv_indptr + 1, rows, x, STEPS), rows - 1)
         used = x < tl.load(kv_indptr + rows)
         entry = x - tl.load(kv_indptr + row)
         page = tl.load(page_table + row.to(tl.int64) * stride + entry, mask=used, other=0)
-        tl.store(page_indices + x, page, mask=x < num_pages)
+        tl.store(page_indices + x, page, mask=x < entries)
     if start <= num_tokens:
         row = tl.minimum(_owners(qo_indptr + 1, rows, x, STEPS), rows - 1)
         # Before the start where nothing is written: a request that is left out has no keys.
@@ -187,7 +189,6 @@ def _fill(
         column = position // page_size
         page = tl.load(page_table + row.to(tl.int64) * stride + column, mask=written, other=0)
         slot = page * page_size + position - column * page_size
-        # A field without a row has one word nonetheless.
         slot = tl.where(written, slot, -1)
         tl.store(slot_mapping + x, slot, mask=x < tl.maximum(num_tokens, 1))
         if SPLIT:
@@ -310,6 +311,8 @@ def write_metadata(
             o_indptr_at, chunk_at, at.total_num_rows // 4,
             SPLIT=split, FLASHINFER=shape.flashinfer_chunks, CANDIDATES=len(CUTS),
             BLOCK=CUT_REQUESTS,
+            # NumPy rounds products before it adds them, and two candidates may be nearly equal.
+            enable_fp_fusion=False,
         )  # fmt: skip
         size = max(size, capacity)
     _fill[(triton.cdiv(size, WORDS),)](

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from device_plans import CASES, Case, Lengths, judged, random_lengths, spoiled, written
+from device_plans import (
+    CASES,
+    EDGES,
+    Case,
+    Lengths,
+    hostile,
+    judged,
+    outside,
+    random_lengths,
+    spoiled,
+    written,
+)
 from families import FA2, need
 
 import jax_frontend
@@ -26,7 +37,8 @@ from torch_backend.kernels import flashinfer_abi as abi
 pytestmark = pytest.mark.gpu
 
 GPU_CASES = [case for case in CASES if case.device.kind == "cuda"]
-by_case = pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+GPU_EDGES = [case for case in EDGES if case.device.kind == "cuda"]
+by_case = pytest.mark.parametrize("case", GPU_CASES + GPU_EDGES, ids=lambda case: case.name)
 SEEDS = 40
 
 
@@ -47,9 +59,10 @@ def filled(case: Case, lengths: Lengths) -> Lengths:
 
 
 def batches(case: Case) -> list[Lengths]:
-    """Random ones, and as many with numbers in them that no plan can use."""
-    right = [random_lengths(case, seed) for seed in range(SEEDS)]
-    return [filled(case, x) for x in right + [spoiled(case, x, i) for i, x in enumerate(right)]]
+    """Random ones, as many with numbers in them that no plan can use, and as many of any bits."""
+    right = [] if case in EDGES else [random_lengths(case, seed) for seed in range(SEEDS)]
+    wrong = [spoiled(case, x, i) for i, x in enumerate(right)]
+    return [filled(case, x) for x in right + wrong + [hostile(case, i) for i in range(SEEDS)]]
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -72,6 +85,7 @@ def test_metadata_of_torch_are_those_of_numpy(case: Case) -> None:
         mask = written(case)
         np.testing.assert_array_equal(plan.metadata.cpu().numpy()[mask], words[mask])
         assert verdict.tolist() == judged(case, lengths)
+        assert outside(case, plan.metadata.cpu().numpy()) == []
 
 
 @by_case

@@ -5,7 +5,6 @@ The requests' schedules are followed on the CPU in test_invariant.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -103,18 +102,12 @@ def test_a_decode_keeps_its_bits_when_prefills_join() -> None:
     assert_same_bits(alone, world.solve(Company(tuple(range(12)))))
 
 
-@pytest.fixture
-def handles() -> Iterator[None]:
-    yield
-    jax_frontend.release_cache("invariant")
-
-
 @kinds
-def test_jax_computes_the_same_bits(kind: str, handles: None) -> None:
+def test_jax_computes_the_same_bits(kind: str) -> None:
     world = world_of(FA2[0], kind)
     company = companies(LENS[kind], FEW[kind])["few in the bucket of all"]
     want: Answers = world.solve(Company(tuple(range(12))))
-    handle = jax_frontend.jax_after_torch(jax_frontend.cache_handle(world.cache, name="invariant"))
+    handle = jax_frontend.jax_after_torch(jax_frontend.cache_handle(world.cache))
     plan = jax_frontend.plan(
         world.spec,
         world.cache.spec,

@@ -84,7 +84,7 @@ def test_one_upload_gives_the_bits_of_plans_made_apart(name: str, invariant: boo
         assert ours.isfinite().all() and torch.equal(ours, theirs)
     assert len({plan.metadata.data_ptr() for plan in together}) == 1
 
-    handle = jax_frontend.jax_after_torch(jax_frontend.cache_handle(cache, name="layers"))
+    handle = jax_frontend.jax_after_torch(jax_frontend.cache_handle(cache))
     try:
         plans = jax_frontend.plan_layers(SPECS, cache.spec, batch, **options)
         given = [to_jax(x) for x in rows]
@@ -93,6 +93,6 @@ def test_one_upload_gives_the_bits_of_plans_made_apart(name: str, invariant: boo
             outs, handle = jax_step(given, handle, plans)
         jax.block_until_ready((outs, handle))
     finally:
-        jax_frontend.release_cache("layers")
+        jax_frontend.release_cache(handle.name)
     for ours, theirs in zip(outs, want, strict=True):
         assert torch.equal(to_torch(ours), theirs)

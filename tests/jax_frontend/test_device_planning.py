@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from device_plans import CASES, Case, judged, random_lengths, seeds, spoiled
+from device_plans import (
+    CASES,
+    EDGES,
+    Case,
+    hostile,
+    judged,
+    outside,
+    random_lengths,
+    seeds,
+    spoiled,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -40,11 +50,13 @@ def program(case: Case) -> Any:
 
 
 def equal_to_numpy(case: Case, lengths: Any) -> Any:
+    """Status of each request, which is NumPy's as all metadata are."""
     words, status = metadata_of(NumPyArithmetic(), case.static[1], *lengths.arrays)
     ours, verdict = program(case)(*lengths.arrays)
     assert ours.dtype == verdict.dtype == np.int32
     np.testing.assert_array_equal(verdict, status)
     np.testing.assert_array_equal(ours, words)
+    assert outside(case, words) == []
     return status
 
 
@@ -63,6 +75,14 @@ def test_metadata_are_those_of_numpy(case: Case, seed: int, full: bool) -> None:
 def test_what_does_not_fit_is_left_out(case: Case, seed: int) -> None:
     lengths = random_lengths(case, seed, case.bucket.num_requests)
     lengths = spoiled(case, lengths, seed)
+    assert equal_to_numpy(case, lengths).tolist() == judged(case, lengths)
+
+
+@pytest.mark.parametrize("case", CASES + EDGES, ids=lambda case: case.name)
+@settings(max_examples=40)
+@given(seed=seeds)
+def test_no_numbers_lead_outside_the_pool(case: Case, seed: int) -> None:
+    lengths = hostile(case, seed, case.bucket.num_requests)
     assert equal_to_numpy(case, lengths).tolist() == judged(case, lengths)
 
 

@@ -13,11 +13,14 @@ import pytest
 import torch
 from device_plans import (
     CASES,
+    EDGES,
     SHORT,
     Case,
     Lengths,
     differences,
+    hostile,
     judged,
+    outside,
     random_lengths,
     seeds,
     spoiled,
@@ -70,6 +73,28 @@ def test_what_does_not_fit_is_left_out(case: Case, seed: int) -> None:
     words, status = planned(case, lengths)
     assert status.tolist() == judged(case, lengths)
     assert differences(case, lengths, words) == []
+
+
+@pytest.mark.parametrize("case", CASES + EDGES, ids=lambda case: case.name)
+@settings(max_examples=100)
+@given(seed=seeds)
+def test_no_numbers_lead_outside_the_pool(case: Case, seed: int) -> None:
+    lengths = hostile(case, seed)
+    words, status = planned(case, lengths)
+    assert status.tolist() == judged(case, lengths)
+    assert outside(case, words) == []
+
+
+@pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
+def test_equals_the_host_plan_without_rows_or_pages(case: Case) -> None:
+    kv = [0, 5] if case.bucket.num_pages else [0, 0]
+    table = np.array([[-9, -9], [4999, -9]], np.int32)
+    lengths = Lengths(np.array(kv, np.int32), np.zeros(3, np.int32), table)
+    words, status = planned(case, lengths)
+    assert not status.any()
+    static, wanted = case.host(lengths.batch())
+    assert static == case.static[0]
+    np.testing.assert_array_equal(words, wanted)
 
 
 @pytest.mark.parametrize("split", [False, True])
