@@ -216,6 +216,8 @@ def followed(
             i = int(request[item])
             first, last = qo[i], qo[i + 1]
             if not split:
+                # The kernel writes rows where the schedule, not the query, says that they are.
+                assert schedule[o_at // 4 + i] == first
                 owner[first:last] = number
             if i >= len(company.requests):
                 continue  # padding

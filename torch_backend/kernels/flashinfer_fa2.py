@@ -40,7 +40,7 @@ from .flashinfer_fa import (
 )
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
-__all__ = ["FA2Family", "FlashInferPlannedFamily", "page_size_of"]
+__all__ = ["FA2Family", "FlashInferPlannedFamily", "page_size_of", "place_rows"]
 
 FA2_LEAST_CAPABILITY = (8, 0)
 
@@ -135,13 +135,16 @@ class FA2Family:
             # Where each request's keys are among the rows; the kernel reads their number from it.
             fields["fa2_own_kv_indptr"][:] = lengths.kv_indptr
             schedule = "fa2_own_schedule"
+        shape = self._shape(work, decision.variant)
         plan_fa2(
-            self._shape(work, decision.variant),
+            shape,
             lengths.query_lens,
             lengths.kv_units,
             kv_chunk_pages=decision.detail,
             out=fields[schedule],
         )
+        if lengths.first:
+            place_rows(shape, lengths.qo_indptr, fields[schedule])
 
     def run(self, launch: Launch, operands: Operands) -> None:
         """See `KernelFamily.run`."""
@@ -195,6 +198,16 @@ class FA2Family:
     def _scales_output(self, launch: Launch) -> bool:
         # A launch that comes after this one scales its own rows only.
         return True
+
+
+def place_rows(shape: FA2Shape, qo_indptr: IntArray, schedule: IntArray) -> None:
+    """Say in a schedule that does not split where the requests' rows of the output begin.
+
+    The kernel writes them where the schedule says, which counts only rows that it was made for:
+    where another launch has some of the requests, these are not all.
+    """
+    assert not shape.split
+    schedule[shape.places.o_indptr // 4 :][: qo_indptr.size] = qo_indptr
 
 
 class FlashInferPlannedFamily(FA2Family):

@@ -15,7 +15,7 @@ from interop.fa2_invariant import decode_shape, plan_decodes, prefill_shape
 from interop.plan import ALIGN_WORDS, Launch
 from interop.schedule import FA2Shape, plan_fa2
 
-from .flashinfer_fa2 import MAX_SCRATCH_BYTES, FA2Family, page_size_of
+from .flashinfer_fa2 import MAX_SCRATCH_BYTES, FA2Family, page_size_of, place_rows
 from .protocol import Decision, IntArray, Lengths, Work
 
 __all__ = ["InvariantFA2Family"]
@@ -82,6 +82,7 @@ class InvariantFA2Family(FA2Family):
             plan_decodes(shape, lengths.query_lens, lengths.kv_units, lengths.qo_indptr, out)
         else:
             plan_fa2(shape, lengths.query_lens, out=out)
+            place_rows(shape, lengths.qo_indptr, out)
 
     def _shape(self, work: Work, variant: int) -> FA2Shape:
         decodes, others = _shapes(work)
