@@ -139,13 +139,11 @@ def maybe_quant_query(query: jax.Array, target: object, scale: jax.Array) -> jax
 
 
 def _quantise(rows: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
-    """As `torch_backend.quantising.quantise_fp8`, with its bits.
+    """As `torch_backend.engine.layer` does, with its bits.
 
     XLA's own conversion rounds to 16 bits first on a CPU, and so some numbers twice.
     """
-    # As an operand that XLA does not know: it would multiply by the reciprocal of a constant.
-    scale = jax.lax.optimization_barrier(jnp.asarray(scale, jnp.float32).reshape(()))
-    real = rows.astype(jnp.float32) / scale
+    real = rows.astype(jnp.float32) * (1.0 / jnp.asarray(scale, jnp.float32).reshape(()))
     mantissa, bias = (3, 7) if dtype == "float8_e4m3fn" else (2, 15)
     size = jnp.minimum(jnp.abs(real), FP8_MAX[dtype])
     # The nearest number with so many bits, ties to even, and its exponent counted from the bias.

@@ -12,7 +12,7 @@ from interop.spec import FP8_DTYPES, dtype_name
 
 from ..attention import attend
 from ..cache import PagedKVCache, torch_dtype
-from ..quantising import quantise_fp8
+from ..quantising import FP8_MAX
 from ..writing import write_rows
 from .builder import Step
 from .settings import (
@@ -28,7 +28,7 @@ __all__ = ["AttentionImpl", "maybe_quant_query"]
 
 
 def maybe_quant_query(query: Tensor, target: object, scale: Tensor) -> Tensor:
-    """Store a query in 8 bits: ``query / scale``, no further from 0 than `target` reaches.
+    """Store a query in 8 bits: ``query * (1 / scale)``, no further from 0 than `target` reaches.
 
     Parameters
     ----------
@@ -49,7 +49,16 @@ def maybe_quant_query(query: Tensor, target: object, scale: Tensor) -> Tensor:
     if dtype_name(query.dtype) == name:
         return query
     check_query_target(dtype_name(query.dtype), query.shape, name)
-    return quantise_fp8(query, scale.reshape(1), name)
+    return _quantise(query, scale, name)
+
+
+def _quantise(rows: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    # By the reciprocal, as kernels do that round their output to 8 bits. XLA divides by a scalar in
+    # no other way, so that this has the same bits from both front ends.
+    most = FP8_MAX[dtype]
+    scaled = (rows.float() * (1.0 / scale)).clamp_(-most, most)
+    # A GPU writes every NaN alike, and here its sign would be kept.
+    return scaled.masked_fill_(scaled.isnan(), torch.nan).to(torch_dtype(dtype))
 
 
 class AttentionImpl(LayerSettings):
@@ -138,7 +147,7 @@ class AttentionImpl(LayerSettings):
         real = self._real_query(query[:rows], scales)
         out = attend(real, cache, plan, self._layer_in(kv_cache))
         if scale is not None:
-            out = quantise_fp8(out[:count], scale, dtype_name(output.dtype))
+            out = _quantise(out[:count], scale, dtype_name(output.dtype))
         _bytes(output[:count]).copy_(_bytes(out[:count]))
         return output
 
@@ -234,7 +243,7 @@ class AttentionImpl(LayerSettings):
             )
 
     def _scale_of_output(self, output_scale: Tensor) -> Tensor:
-        """Scale of an 8-bit output ``[1]`` on its device, checked in the first call."""
+        """Scale of an 8-bit output ``[]`` on its device, read in the first call."""
         if self._output_scale is None:
             if output_scale.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise PlanError(
@@ -245,7 +254,9 @@ class AttentionImpl(LayerSettings):
             number = float(output_scale)
             if not 0.0 < number < float("inf"):
                 raise ArgumentError("output_scale", given=number, wanted="a positive number")
-            self._output_scale = torch.full((1,), number, device=output_scale.device)
+            self._output_scale = torch.full(
+                (), number, dtype=torch.float32, device=output_scale.device
+            )
         return self._output_scale
 
 
