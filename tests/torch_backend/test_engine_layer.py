@@ -34,9 +34,11 @@ from torch_backend.backend import (
     Step,
     bmm1_scale,
     bmm2_scale,
+    capabilities,
     maybe_quant_query,
 )
 from torch_backend.layouts import ORDERS
+from torch_backend.quantising import dequantise_nvfp4, nvfp4_regions, quantise_nvfp4
 
 SLOTS = torch.tensor(slots())
 
@@ -156,6 +158,41 @@ def test_bytes_of_8_bit_caches(kv_cache_dtype: str) -> None:
     written = step.cache.transpose(1, 2).reshape(BLOCKS * PAGE, KV, -1)[SLOTS]
     error = (written - torch.cat([step.key, step.value], -1)[:ROWS]).abs()
     assert float(error.max()) < 0.6  # half a step of e5m2 at 4, and keys halved
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6"])
+def test_4_bit_caches(name: str, order: str) -> None:
+    """Rows 25, 29 and 37: keys in the first half of the heads, a page's data before its scales."""
+    step, layer = EngineStep(order), Layer(1.0, 0.02, 0.03)
+    packed = capabilities.customize_spec(name, KV, WIDTH)
+    assert packed is not None
+    sizes = {"L": 3, "B": BLOCKS, "H": packed.head_slots, "N": PAGE, "C": packed.row_bytes}
+    whole = torch.zeros([sizes[axis] for axis in order], dtype=torch.uint8)
+    cache = whole.permute([order.index(axis) for axis in "LBHNC"])[1]
+    impl = impl_of(step, kv_cache_dtype=name)
+    group = group_of(dtype=name, kv_cache_dtype=name, layout="HND")
+    metadata = MetadataBuilder(CPU, group).build(batch_of())
+    every = torch.arange(BLOCKS * PAGE)
+    rows = step.cache.transpose(1, 2).reshape(BLOCKS * PAGE, KV, 2 * WIDTH)
+    impl.do_kv_cache_update(layer, rows[..., :WIDTH], rows[..., WIDTH:], cache, every)
+    output = torch.empty_like(step.query)
+    impl.forward(layer, step.query, None, None, cache, metadata, output)
+    stored = []
+    for half, given, scale in zip(
+        rows.split(WIDTH, -1), cache.chunk(2, 1), (0.02, 0.03), strict=True
+    ):
+        four = name == "nvfp4_4over6"
+        scales = torch.full((KV,), scale)
+        data, blocks = quantise_nvfp4(half, scales, four_over_six=four)
+        regions = nvfp4_regions(given)
+        written = [region.transpose(1, 2).reshape(BLOCKS * PAGE, KV, -1) for region in regions]
+        assert torch.equal(written[0], data)
+        assert torch.equal(written[1].view(torch.uint8), blocks.view(torch.uint8))
+        stored.append(dequantise_nvfp4(data, blocks, scales))
+    step.cache = torch.cat(stored, -1).view(BLOCKS, PAGE, KV, -1).transpose(1, 2)
+    np.testing.assert_allclose(output[:ROWS].numpy(), step.want(), atol=2e-5)
+    assert not whole.unbind(order.index("L"))[0].any()
 
 
 def test_scales_that_change_are_seen() -> None:
