@@ -23,6 +23,7 @@ from torch_backend.backend import (
     choices,
     cumulative_pages,
     decode_lengths,
+    draft_mask,
     split_batch,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "choices",
     "cumulative_pages",
     "decode_lengths",
+    "draft_mask",
     "maybe_quant_query",
     "split_batch",
 ]

@@ -8,7 +8,14 @@ kernel serves what (`choices`), metadata of a batch (`MetadataBuilder`), and one
 from __future__ import annotations
 
 from .engine import capabilities, choices
-from .engine.batches import EngineBatch, Split, cumulative_pages, decode_lengths, split_batch
+from .engine.batches import (
+    EngineBatch,
+    Split,
+    cumulative_pages,
+    decode_lengths,
+    draft_mask,
+    split_batch,
+)
 from .engine.builder import MetadataBuilder, Step, StepBuilder
 from .engine.capabilities import Answer, Platform
 from .engine.choices import ARCHITECTURES, Group, KernelChoice
@@ -34,6 +41,7 @@ __all__ = [
     "choices",
     "cumulative_pages",
     "decode_lengths",
+    "draft_mask",
     "maybe_quant_query",
     "split_batch",
 ]

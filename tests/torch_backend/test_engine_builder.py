@@ -34,6 +34,7 @@ from torch_backend.backend import (
     StepBuilder,
     cumulative_pages,
     decode_lengths,
+    draft_mask,
     split_batch,
 )
 
@@ -107,6 +108,16 @@ def test_lengths_of_decodes(lens: tuple[int, ...], xqa: bool, want: tuple[int, b
     assert decode_lengths(ints(*lens), xqa=xqa) == want
 
 
+def test_masks_of_drafts() -> None:
+    """The rows that the behaviour's section 8 gives."""
+    assert draft_mask(ints(4), True).tolist() == [[1, 0], [3, 0], [7, 0], [15, 0]]
+    assert draft_mask(ints(4), False).tolist() == [[15, 0]] * 4
+    assert draft_mask(ints(33), True)[-1].tolist() == [65535, 65535, 1, 0]
+    assert draft_mask(ints(2, 0, 1), True).tolist() == [[1, 0], [3, 0], [1, 0]]
+    assert draft_mask(ints(2, 0, 1), False).tolist() == [[3, 0], [3, 0], [1, 0]]
+    assert draft_mask(ints(4), True).dtype == np.uint16
+
+
 def test_cumulative_pages_count_pages() -> None:
     assert cumulative_pages(ints(0, 1, 16, 17), 16).tolist() == [0, 0, 1, 2, 4]
     assert cumulative_pages(ints(0, 1, 16, 17), 16).dtype == np.int32
@@ -162,6 +173,11 @@ def test_drafts_are_decodes_where_kernels_take_them() -> None:
     step = StepBuilder(SM90, drafts).build(batch)
     assert step.decodes is not None
     assert step.decodes.lengths == (3, True)
+    assert step.decodes.mask is not None
+    assert step.decodes.mask[:, 0].tolist() == [1, 3, 7, 1, 3, 1, 3, 7]
+    step = StepBuilder(SM100, drafts).build(batch)
+    assert step.decodes is not None
+    assert step.decodes.mask is None
 
 
 def test_without_a_mask_only_xqa_decodes() -> None:

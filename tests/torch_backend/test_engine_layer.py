@@ -91,6 +91,23 @@ def test_forged_strides_of_one_head() -> None:
     assert impl._view.k.data_ptr() == step.cache.data_ptr()
 
 
+def test_inference_mode() -> None:
+    """Engines run in it, with caches and scales that were made in it."""
+    with torch.inference_mode():
+        step = EngineStep()
+        step.cache = step.cache.to(torch.float8_e4m3fn)
+        impl = impl_of(step, kv_cache_dtype="fp8")
+        group = group_of(dtype="float8_e4m3fn", kv_cache_dtype="fp8")
+        metadata = MetadataBuilder(CPU, group).build(batch_of())
+        output = torch.empty_like(step.query)
+        for layer in (Layer(), Layer(1.0, 1.0, 2.0)):
+            impl.do_kv_cache_update(layer, step.key, step.value, step.cache, SLOTS)
+            impl.forward(layer, step.query, None, None, step.cache, metadata, output)
+        wide = step.cache.float()
+        step.cache = torch.cat([wide[..., :WIDTH], 2.0 * wide[..., WIDTH:]], -1)
+        np.testing.assert_allclose(output[:ROWS].numpy(), step.want(), atol=2e-5)
+
+
 def test_rows_that_are_slices() -> None:
     """Query, key and value cut out of one projection, as models have them."""
     step = EngineStep()

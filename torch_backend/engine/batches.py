@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from interop.batch import RaggedBatch, check_slots
 from interop.errors import LengthError, ShapeError
@@ -23,6 +24,7 @@ __all__ = [
     "Split",
     "cumulative_pages",
     "decode_lengths",
+    "draft_mask",
     "split_batch",
 ]
 
@@ -171,6 +173,32 @@ def decode_lengths(query_lens: IntArray, *, xqa: bool) -> DecodeLengths:
     if xqa and int(query_lens.sum()) == longest * query_lens.size:
         return DecodeLengths(longest, False)
     return DecodeLengths(longest, True)
+
+
+def draft_mask(query_lens: IntArray, causal: bool) -> npt.NDArray[np.uint16]:
+    """Which of its request's rows each row sees, as XQA reads it for queries of several rows.
+
+    Parameters
+    ----------
+    query_lens
+        ``[num_decodes]`` rows of each request.
+    causal
+        Whether row ``i`` sees rows 0 to ``i``, or all of its request.
+
+    Returns
+    -------
+    NDArray
+        ``[sum(query_lens), 2 * ceil(longest / 32)]`` uint16, bit ``k`` of a row for row ``k``: words
+        of 32 bits, the low half first.
+    """
+    longest = int(query_lens[query_lens.argmax()])
+    seen = query_lens.repeat(query_lens)
+    if causal:
+        starts = indptr(query_lens)[:-1].repeat(query_lens)
+        seen = np.arange(1, seen.size + 1, dtype=np.int32) - starts
+    words = 2 * -(-longest // 32)
+    bits = np.clip(seen[:, None] - 16 * np.arange(words), 0, 16)
+    return ((1 << bits) - 1).astype(np.uint16)
 
 
 def cumulative_pages(seq_lens: IntArray, page_size: int) -> IntArray:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from interop.batch import Bucket, RaggedBatch
@@ -22,6 +24,7 @@ from .batches import (
     Split,
     cumulative_pages,
     decode_lengths,
+    draft_mask,
     read_batch,
     split_batch,
 )
@@ -57,12 +60,15 @@ class Decodes:
         Rows a request.
     max_seq_len
         Tokens of the longest request.
+    mask
+        For XQA where requests have several rows, see `draft_mask`; else `None`.
     """
 
     kernel: KernelChoice
     query_dtype: str
     lengths: DecodeLengths
     max_seq_len: int
+    mask: npt.NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +210,7 @@ class StepBuilder:
         host = read_batch(batch)
         causal = bool(batch.causal)
         split = self._split(host, causal)
-        decodes = self._decodes(host, split)
+        decodes = self._decodes(host, split, causal)
         prefills = self._prefills(host, split, causal)
         step = Step(
             split=split,
@@ -243,16 +249,19 @@ class StepBuilder:
             return split_batch(host.query_lens, starts, self.threshold, self._uniform)
         return Split(0, host.query_lens.shape[0], 0, int(host.query_start_loc[-1]))
 
-    def _decodes(self, host: HostBatch, split: Split) -> Decodes | None:
+    def _decodes(self, host: HostBatch, split: Split, causal: bool) -> Decodes | None:
         count = split.num_decodes
         if not count:
             return None
         choice, lens = self.decode_choice, host.requests.kv_lens[:count]
+        rows, xqa = host.query_lens[:count], choice.kernel == XQA
+        lengths = decode_lengths(rows, xqa=xqa)
         return Decodes(
             kernel=choice,
             query_dtype=self.query_dtypes[1],
-            lengths=decode_lengths(host.query_lens[:count], xqa=choice.kernel == XQA),
+            lengths=lengths,
             max_seq_len=int(lens[lens.argmax()]),
+            mask=draft_mask(rows, causal) if xqa and lengths.q_len_per_req > 1 else None,
         )
 
     def _prefills(self, host: HostBatch, split: Split, causal: bool) -> Prefills | None:

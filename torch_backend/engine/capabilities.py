@@ -8,10 +8,9 @@ The CPU is served by the reference family, which has every format and every shap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from interop.errors import ArgumentError, UnsupportedError
+from interop.errors import ArgumentError
 from interop.spec import CACHE_DTYPE_ALIASES, NVFP4_BLOCK, dtype_name
 
 from ..kernels import Device
@@ -368,10 +367,3 @@ def _quantised_on_trtllm(platform: Platform, kv_cache_dtype: str) -> Answer:
     if not is_quantised(kv_cache_dtype):
         return no(f"the cache is not quantised ({kv_cache_dtype})")
     return trtllm(platform)
-
-
-def require(answers: Sequence[Answer], what: str) -> None:
-    """Raise `UnsupportedError` with the reasons of all refusals among `answers`."""
-    reasons = [answer.why for answer in answers if not answer]
-    if reasons:
-        raise UnsupportedError(f"{what}: {'; '.join(reasons)}.")
