@@ -188,8 +188,8 @@ def draft_mask(query_lens: IntArray, causal: bool) -> npt.NDArray[np.uint16]:
     Returns
     -------
     NDArray
-        ``[sum(query_lens), 2 * ceil(longest / 32)]`` uint16, bit ``k`` of a row for row ``k``: words
-        of 32 bits, the low half first.
+        ``[sum(query_lens), 2 * ceil(longest / 32)]`` uint16, bit ``k`` of a row for row ``k``, in
+        words of 32 bits, the low half first.
     """
     longest = int(query_lens[query_lens.argmax()])
     seen = query_lens.repeat(query_lens)
