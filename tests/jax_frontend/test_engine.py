@@ -182,6 +182,33 @@ def test_8_bits_everywhere_are_the_same_bits(kind: str, query_dtype: str | None)
     assert torch.equal(cache.view(torch.uint8), step.cache.view(torch.uint8))
 
 
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_donated_array_is_updated_where_it_lies(kv_cache_dtype: str, order: str) -> None:
+    step = EngineStep(order)
+    impl, _ = layers(step, kv_cache_dtype=kv_cache_dtype)
+    dtype = "float32"
+    if kv_cache_dtype == "fp8":
+        dtype = "float8_e4m3fn"
+        step.cache = step.cache.to(torch.float8_e4m3fn)
+    group = group_of(layout=step.layout, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    builder = ours.MetadataBuilder(CPU, group, device=DEVICE)
+    cache = cache_of("packed", step, impl, Layer())
+    address = cache.unsafe_buffer_pointer()
+
+    def program(rows: Any, cache: Any, inputs: Any, slots: Any) -> Any:
+        cache = impl.do_kv_cache_update(Layer(), *rows[1:], cache, slots)
+        output = jnp.zeros_like(rows[0])
+        return impl.forward(Layer(), *rows, cache, inputs, output), cache
+
+    rows = as_jax(step.query), as_jax(step.key), as_jax(step.value)
+    inputs = ours.LayerInputs.of(builder.build(batch_of()))
+    compiled = jax.jit(program, donate_argnums=1)
+    for _ in range(2):
+        _, cache = compiled(rows, cache, inputs, jnp.asarray(SLOTS, jnp.int32))
+        assert cache.unsafe_buffer_pointer() == address
+
+
 def test_every_8_bit_number_is_rounded_alike() -> None:
     """Rows around all numbers of both formats and all ties between them, and what is too large."""
     for name in ("float8_e4m3fn", "float8_e5m2"):
