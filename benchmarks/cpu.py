@@ -15,6 +15,7 @@ from interop import CacheSpec, RaggedBatch
 from torch_backend import PagedKVCache
 from torch_backend.kernels.reference import EXTRA_BYTES
 
+from .engine import step_calls
 from .recording import Run
 from .timing import measure_calls, measure_pair, summary
 from .workload import PAGE_SIZE, SPEC, bucket_of, decode_shape, make_batch, pages_for
@@ -170,6 +171,10 @@ def planning(run: Run) -> None:
         "RaggedBatch + plan, JAX": lambda _: jax_frontend.plan(
             SPEC, cache, batch(), bucket=bucket, device=cpu
         ),
+        **{
+            name: lambda _, call=call: call()
+            for name, call in step_calls(cache, first, "cpu").items()
+        },
     }.items():
         timing = measure_calls(call, calls=calls)
         run.add(name, shape, timing.scaled(1e3), "ms")

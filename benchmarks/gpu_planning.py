@@ -12,6 +12,7 @@ import jax_frontend
 import torch_backend
 from interop import CacheSpec, RaggedBatch
 
+from .engine import step_calls
 from .recording import Run
 from .timing import measure_calls
 from .workload import PAGE_SIZE, SPEC, bucket_of, decode_shape, make_batch, pages_for
@@ -61,3 +62,5 @@ def _one(run: Run, cache: CacheSpec, first: RaggedBatch, shape: dict[str, Any]) 
     add("JAX", from_jax, batch)
     add("JAX, until it is on the card", lambda new: from_jax(new).block_until_ready(), batch)
     add("RaggedBatch", batch, lambda: None)
+    for case, call in step_calls(cache, first, "cuda:0").items():
+        add(case, lambda _, call=call: call(), lambda: None)

@@ -182,6 +182,14 @@ def _planning_targets() -> Iterable[Target]:
                 limit,
                 unit="us",
             )
+    yield Target(
+        "planning",
+        "an engine's batch split and its kernels chosen, 256 x 8192",
+        "<= 150 us",
+        _plain("planning", "engine batch, dispatch", requests=256),
+        150.0,
+        unit="us",
+    )
 
 
 def _device_plan_targets() -> Iterable[Target]:
@@ -354,6 +362,14 @@ TARGETS: tuple[Target, ...] = (
         "<= 2 ms",
         _plain("cpu_planning", "RaggedBatch + plan, PyTorch"),
         2.0,
+        unit="ms",
+    ),
+    Target(
+        "cpu_planning",
+        "CPU: an engine's batch split and its kernels chosen, 256 x 8192",
+        "<= 0.15 ms",
+        _plain("cpu_planning", "engine batch, dispatch"),
+        0.15,
         unit="ms",
     ),
     *_step_targets(),

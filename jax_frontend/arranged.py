@@ -45,13 +45,14 @@ class ArrangedArrays:
         ``"in_turn"``: one array ``[num_layers * num_pages, page_size, *rows, width]``, where rows
         may be several dimensions. Row ``2 * h`` has the key of head ``h`` and row ``2 * h + 1`` its
         value. Further rows, and columns beyond a head's, are padding.
-        ``"side_by_side"``: the same, but row ``h`` has the key of head ``h`` and then its value.
+        ``"side_by_side"``: the same, but row ``h`` has the key of head ``h`` and then its value;
+        with a spec of layout ``"HND"`` it is ``[.., num_kv_heads, page_size, width]``.
         ``"heads_first"``: keys and values, ``[num_kv_heads, num_layers * num_pages, page_size,
         width]`` each.
     arrangement
         Which of these.
     spec
-        Shape of the cache, in layout ``"NHD"``, as a plan is made for it.
+        Shape of the cache as a plan is made for it, in layout ``"NHD"`` where not said otherwise.
     scales
         As `CacheArrays` has them.
     """
@@ -67,7 +68,7 @@ class ArrangedArrays:
 
 
 def pool_views(arrangement: str, buffers: Sequence[Any], spec: CacheSpec) -> tuple[Any, Any]:
-    """View the pools of a call as keys and values ``[pages, page_size, num_kv_heads, width]``.
+    """View the pools of a call as keys and values, in the layout of `spec`.
 
     Parameters
     ----------
@@ -81,7 +82,9 @@ def pool_views(arrangement: str, buffers: Sequence[Any], spec: CacheSpec) -> tup
         rows = torch_view(buffers[0]).flatten(2, -2)[:, :, : 2 * heads]
         return rows[:, :, 0::2, :width], rows[:, :, 1::2, : spec.head_dim_v]
     if arrangement == SIDE_BY_SIDE:
-        rows = torch_view(buffers[0]).flatten(2, -2)[:, :, :heads]
+        rows = torch_view(buffers[0])
+        if spec.layout == "NHD":
+            rows = rows.flatten(2, -2)[:, :, :heads]
         return rows[..., :width], rows[..., width:end]
     key, value = buffers
     if arrangement == HEADS_FIRST:

@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from interop.attributes import Call
-from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
+from interop.errors import DTypeError, FrameworkError, PlanError, ShapeError
 from interop.ffi import guard
 from interop.plan import AttentionPlan, Launch, PlanStatic
-from interop.spec import AttentionSpec, CacheSpec
-from torch_backend.cache import WHOLE_POOL
+from interop.spec import AttentionSpec
 from torch_backend.kernels import FAMILIES
 from torch_backend.kernels.sinks import needs_lse
 from torch_backend.planning import check_lse, check_without_cache
@@ -26,11 +24,11 @@ from .cache import CacheArrays, CacheHandle, handle_in_program, owned_scales, ow
 from .layer_planning import check_layer_of, of_layer
 from .partitioning import foreign_call, shards_of, spec_of_all
 from .sinks import owned_sinks
+from .writing import Layer, layer_operand, place, write_slots
 
 __all__ = ["append", "attend", "paged_attention", "ragged_attention"]
 
 Cache = TypeVar("Cache", CacheHandle, CacheArrays, ArrangedArrays)
-Layer = int | jax.Array
 Plan = AttentionPlan[jax.Array]
 
 ROWS_REMEDY = "Rows are [tokens, heads, width]: plan with the batch and bucket of this step."
@@ -120,28 +118,9 @@ def append(key: jax.Array, value: jax.Array, cache: Cache, plan: Plan, layer: La
     """
     shards = _check_call(key, "num_kv_heads", cache, plan)
     check_key_value(key, value, plan, shards)
-    static, shape = plan.static, cache.spec
-    metadata = _owned(plan)
-    slots = static.layout.views(metadata)["slot_mapping"]
-    number, offset = _place(layer, shape)
-    if offset is not None:
-        # -1 is no slot and stays none; a layer that the cache lacks has no slots.
-        inside = (slots >= 0) & (layer >= 0) & (layer < shape.num_layers)
-        slots = jnp.where(inside, slots + offset * shape.page_size, -1)
-    launch = Launch("append", "rows", plan.spec, static.cache)
-    which: tuple[jax.Array, ...] = _layer_operand(layer, shape)
-    if isinstance(cache, CacheHandle):
-        call = Call(launch, cache.name, number, False)
-        token = jax.ShapeDtypeStruct(cache.token.shape, cache.token.dtype)
-        given: tuple[jax.Array, ...] = (key, value, slots, owned_token(cache), *which)
-        (after,) = foreign_call("isthmus_append", call, given, (token,))
-        return handle_in_program(cache, after)
-    scales: tuple[jax.Array, ...] = (*owned_scales(cache), *which)
-    call = Call(launch, "", number, False, arrangement=cache.arrangement)
-    results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in cache.pools]
-    given = (key, value, slots, *cache.pools, *scales)
-    in_place = {3 + i: i for i in range(len(results))}
-    return cache.with_pools(foreign_call("isthmus_append", call, given, results, aliases=in_place))
+    slots = plan.static.layout.views(_owned(plan))["slot_mapping"]
+    launch = Launch("append", "rows", plan.spec, plan.static.cache)
+    return write_slots(key, value, cache, launch, slots, layer)
 
 
 def paged_attention(
@@ -236,12 +215,12 @@ def _attend(
     lse = lse or needs_lse(static.main)
     rows: tuple[jax.Array, ...] = (query, *owned_sinks(sinks, plan))
     fields = static.layout.views(_owned(plan))
-    number, offset = _place(layer, shape)
+    number, offset = place(layer, shape)
     if offset is not None:
         families = {FAMILIES[launch.family] for launch in static.main}
         for name in {name for family in families for name in family.page_fields("pages")}:
             fields[name] += offset
-    which: tuple[jax.Array, ...] = _layer_operand(layer, shape)
+    which: tuple[jax.Array, ...] = layer_operand(layer, shape)
     if isinstance(cache, CacheHandle):
         token = owned_token(cache)
         calls = [Call(launch, cache.name, number, lse) for launch in static.main]
@@ -303,49 +282,6 @@ def _owned(plan: Plan) -> jax.Array:
     if not FAMILIES[plan.static.main[0].family].recordable:
         return plan.metadata
     return plan.metadata + plan.metadata[0]
-
-
-def _place(layer: Layer, shape: CacheSpec) -> tuple[int, jax.Array | None]:
-    """Layer for the call's attribute, and what to add to page numbers where it is traced.
-
-    A layer that is known at trace time becomes a view of the pool when the call runs. A traced one
-    that the cache lacks is taken to the nearest that it has, as JAX clamps indices when it reads.
-    """
-    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
-        if not 0 <= layer < shape.num_layers:
-            raise ArgumentError(
-                "layer", given=int(layer), wanted=f"a layer from 0 to {shape.num_layers - 1}"
-            )
-        return int(layer), None
-    if not isinstance(layer, jax.Array) or layer.shape or layer.dtype.kind not in "iu":
-        raise ArgumentError(
-            "layer",
-            given=f"{type(layer).__name__} {getattr(layer, 'dtype', '')}"
-            f"{list(getattr(layer, 'shape', ()))}",
-            wanted="an integer or a scalar integer array",
-        )
-    if shape.layers_apart:
-        raise PlanError(
-            "layer",
-            given="a traced number, for a cache whose layers lie apart",
-            wanted="an integer that is known when the program is traced",
-            remedy="Unroll the loop over layers, or import the cache layer after layer in one "
-            "allocation.",
-        )
-    return WHOLE_POOL, _nearest(layer, shape) * shape.num_pages
-
-
-def _nearest(layer: jax.Array, shape: CacheSpec) -> jax.Array:
-    return jnp.clip(layer, 0, shape.num_layers - 1).astype(jnp.int32)
-
-
-def _layer_operand(layer: Layer, shape: CacheSpec) -> tuple[jax.Array, ...]:
-    """Layer as an operand ``[1]``, by which kernels find its scales; none where there are none."""
-    if not shape.quantized:
-        return ()
-    if isinstance(layer, jax.Array):
-        return (_nearest(layer, shape).reshape(1),)
-    return (jnp.full((1,), layer, jnp.int32),)
 
 
 def _check_plan(plan: object) -> None:

@@ -109,7 +109,8 @@ def test_a_call_says_completely_what_it_does(monkeypatch: pytest.MonkeyPatch) ->
         return foreign_call(target, call, *rest, **more)
 
     foreign_call = jax_frontend.attention.foreign_call
-    monkeypatch.setattr(jax_frontend.attention, "foreign_call", spied)
+    for module in (jax_frontend.attention, jax_frontend.writing):
+        monkeypatch.setattr(module, "foreign_call", spied)
     kv = jax_frontend.init_cache(SPEC, **SIZES)
     plan = jax_frontend.plan(SPEC, kv.spec, BATCH)
     step.lower(*jax_rows(2), kv, plan, layer=1).as_text()
