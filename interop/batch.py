@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import LengthError, PageError, PlanError, ShapeError, SlotError
-from .host import INT32_MAX, ONE, IntArray, count_of, host_ints, indptr
+from .host import INT32_MAX, ONE, IntArray, count_of, host_ints, indptr, power_of_two
 
 __all__ = ["Bucket", "RaggedBatch"]
 
@@ -62,15 +62,11 @@ class Bucket:
     @classmethod
     def covering(cls, batch: RaggedBatch, page_size: int) -> Bucket:
         """Return the bucket of `batch` with every size rounded up to a power of two."""
-
-        def up(size: int) -> int:
-            return 1 << (max(size, 1) - 1).bit_length()
-
         pages = int(batch.pages(page_size).indptr[-1])
-        longest = up(batch.max_query_len)
-        requests = up(batch.num_requests)
-        tokens = requests if longest == 1 else up(batch.num_tokens)
-        return cls(requests, tokens, up(pages), longest)
+        longest = power_of_two(batch.max_query_len)
+        requests = power_of_two(batch.num_requests)
+        tokens = requests if longest == 1 else power_of_two(batch.num_tokens)
+        return cls(requests, tokens, power_of_two(pages), longest)
 
     def check(self, batch: RaggedBatch, pages: int) -> None:
         """Raise `PlanError` naming the first size of this bucket that `batch` exceeds."""

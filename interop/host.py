@@ -1,4 +1,7 @@
-"""What callers give of lengths and counts, as int32 on the host, or an error that says why not."""
+"""What callers give of lengths and counts, as int32 on the host, or an error that says why not.
+
+And the arithmetic of sizes that all parts share.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,17 @@ import numpy.typing as npt
 
 from .errors import FrameworkError, LengthError, ShapeError
 
-__all__ = ["INT32", "INT32_MAX", "ONE", "IntArray", "count_of", "host_ints", "indptr"]
+__all__ = [
+    "INT32",
+    "INT32_MAX",
+    "ONE",
+    "IntArray",
+    "count_of",
+    "host_ints",
+    "indptr",
+    "power_of_two",
+    "round_up",
+]
 
 IntArray = npt.NDArray[np.int32]
 INT32_MAX = 2**31 - 1
@@ -91,3 +104,13 @@ def count_of(argument: str, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 0:
         raise LengthError(argument, given=repr(value), wanted="0 or a positive integer")
     return int(value.__index__())
+
+
+def round_up(size: int, step: int) -> int:
+    """Return the least multiple of `step` that is not below `size`."""
+    return -(-size // step) * step
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below `size`; 1 for 0."""
+    return 1 << (max(size, 1) - 1).bit_length()

@@ -17,6 +17,7 @@ import torch
 
 from interop.batch import Bucket
 from interop.errors import ArgumentError
+from interop.host import power_of_two
 
 from .kernels import FAMILIES, Device, Work
 
@@ -65,15 +66,11 @@ class Measurement:
 
 def bucket_class(bucket: Bucket) -> Bucket:
     """Return the bucket of all that share a choice: each size rounded up to a power of two."""
-
-    def up(size: int) -> int:
-        return 1 << (max(size, 1) - 1).bit_length()
-
     return Bucket(
-        up(bucket.num_requests),
-        up(bucket.num_tokens),
-        up(bucket.num_pages),
-        up(bucket.max_query_len),
+        power_of_two(bucket.num_requests),
+        power_of_two(bucket.num_tokens),
+        power_of_two(bucket.num_pages),
+        power_of_two(bucket.max_query_len),
         bucket.without_context,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from interop.errors import DTypeError, ShapeError
+from interop.host import round_up
 from interop.spec import FLOAT_DTYPES, FP8_DTYPES, CacheSpec
 
 from ..arranged import IN_TURN, SIDE_BY_SIDE, ArrangedArrays, warm_writes
@@ -19,10 +20,6 @@ LANES, WORD_BYTES = 128, 4
 HALF = LANES // 2
 
 
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
-
-
 def _forms(num_kv_heads: int, head_dim: int, item_bytes: int) -> dict[tuple[int, ...], str]:
     """What may come after ``[num_pages, page_size]``, and how keys and values lie in it.
 
@@ -31,12 +28,12 @@ def _forms(num_kv_heads: int, head_dim: int, item_bytes: int) -> dict[tuple[int,
     """
     packed = WORD_BYTES // item_bytes
     forms: dict[tuple[int, ...], str] = {}
-    for width in (head_dim, _up(head_dim, LANES)):
+    for width in (head_dim, round_up(head_dim, LANES)):
         forms[2 * num_kv_heads, width] = IN_TURN
-        forms[_up(2 * num_kv_heads, packed) // packed, packed, width] = IN_TURN
+        forms[round_up(2 * num_kv_heads, packed) // packed, packed, width] = IN_TURN
     if head_dim == HALF:
         # Instead of rows in turn, where those of one head have this shape, too: so TPU code has it.
-        forms[_up(num_kv_heads, packed) // packed, packed, LANES] = SIDE_BY_SIDE
+        forms[round_up(num_kv_heads, packed) // packed, packed, LANES] = SIDE_BY_SIDE
     return forms
 
 

@@ -12,7 +12,7 @@ import torch
 
 from interop.batch import Bucket, RaggedBatch
 from interop.errors import ArgumentError, UnsupportedError
-from interop.host import IntArray
+from interop.host import IntArray, power_of_two
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec
 
@@ -324,7 +324,9 @@ class StepBuilder:
             most = min(count * self.max_pages_per_req, self.group.cache.num_pages)
             if pages <= most:
                 return Bucket(count, rows, most, longest)
-        return Bucket(_up(requests.num_requests), rows, _up(pages), _up(longest))
+        return Bucket(
+            power_of_two(requests.num_requests), rows, power_of_two(pages), power_of_two(longest)
+        )
 
 
 class MetadataBuilder(StepBuilder):
@@ -373,7 +375,3 @@ class MetadataBuilder(StepBuilder):
             )
 
         return self.with_plans(step, make)
-
-
-def _up(size: int) -> int:
-    return 1 << (max(size, 1) - 1).bit_length()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from interop.host import power_of_two, round_up
 from interop.plan import Launch
 from interop.spec import AttentionSpec, CacheSpec
 
@@ -58,9 +59,9 @@ def scratch_of(
     blocks = rows * spec.num_kv_heads
     semaphores = blocks if splits > 1 else 0
     first = FACTOR_BYTES + 4 * semaphores if cache.quantized or semaphores else 0
-    partials = query = _up(first, ALIGN_BYTES)
+    partials = query = round_up(first, ALIGN_BYTES)
     if semaphores:
-        query += _up(_bytes_of_partials(spec, cache, splits * blocks, widens), ALIGN_BYTES)
+        query += round_up(_bytes_of_partials(spec, cache, splits * blocks, widens), ALIGN_BYTES)
     total = query
     if cache.scales_per_head:
         total += 2 * rows * spec.num_qo_heads * spec.head_dim
@@ -86,12 +87,8 @@ def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int, widens
         rows, out = 8 * group, 2 * group * spec.head_dim
     else:
         # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
-        rows, out = 2 * 128, 2 * group * max(64, 1 << (spec.head_dim - 1).bit_length())
-    return _up(rows * parts, out) + out * parts
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
+        rows, out = 2 * 128, 2 * group * max(64, power_of_two(spec.head_dim))
+    return round_up(rows * parts, out) + out * parts
 
 
 def query_factor(spec: AttentionSpec) -> float:

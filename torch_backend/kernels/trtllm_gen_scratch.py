@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from interop.host import round_up
 from interop.plan import ALIGN_WORDS, Launch
 from interop.spec import AttentionSpec, CacheSpec
 
@@ -95,7 +96,7 @@ def words_of(sizes: Sizes, *, context: bool) -> Words:
     places, at = {}, 0
     for name, count in parts.items():
         places[name] = at if count else -1
-        at += _up(count, ALIGN_WORDS)
+        at += round_up(count, ALIGN_WORDS)
     return Words(**places, total=at)
 
 
@@ -128,30 +129,26 @@ def scratch_of(
         Whether the kernel is handed a query of 8 bits.
     """
     slots = max(sizes.requests * spec.num_qo_heads, sizes.num_sms)
-    counters = 4 * _up(slots, COUNTER_STEP)
-    factors = _up(counters, ALIGN_BYTES)
+    counters = 4 * round_up(slots, COUNTER_STEP)
+    factors = round_up(counters, ALIGN_BYTES)
     query = factors + (ALIGN_BYTES if cache.quantized and not context else 0)
     query_bytes = sizes.rows * spec.num_qo_heads * spec.head_dim if rounds else 0
-    key = query + _up(query_bytes, ALIGN_BYTES)
+    key = query + round_up(query_bytes, ALIGN_BYTES)
     page = cache.page_size * spec.num_kv_heads * spec.head_dim * 2
     # Page 0 of the copies stands for none.
-    copies = _up((sizes.pages + 1) * page, ALIGN_BYTES) if sizes.pages else 0
+    copies = round_up((sizes.pages + 1) * page, ALIGN_BYTES) if sizes.pages else 0
     value = key + copies
     workspace = value + copies
     total = workspace + ALIGN_BYTES
     if sizes.lse:
-        tiled = _up(sizes.max_query_len, STATS_TILE_ROWS)
-        total += _up(8 * spec.num_qo_heads * sizes.requests * tiled, ALIGN_BYTES)
+        tiled = round_up(sizes.max_query_len, STATS_TILE_ROWS)
+        total += round_up(8 * spec.num_qo_heads * sizes.requests * tiled, ALIGN_BYTES)
         total += STATS_GUARD_BYTES
     if not context:
         # Keys are split among as many blocks as there are multiprocessors, and no more; each has
         # maxima and sums of its rows, and their partial outputs.
         total += sizes.num_sms * MOST_TILE_ROWS * (8 + 4 * spec.head_dim)
     return Scratch(counters, factors, query, key, value, workspace, total)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> None:
