@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,7 +28,7 @@ from interop.spec import AttentionSpec, CacheSpec
 from .dispatch import Part, device_facts, serve, works_of
 from .host_planning import check_specs
 from .kernels import FAMILIES, Device
-from .kernels.flashinfer_fa2 import MAX_SCRATCH_BYTES, NEVER_SPLIT, SPLIT
+from .kernels.flashinfer_fa2 import MAX_SCRATCH_BYTES, NEVER_SPLIT, SPLIT, schedule_shape
 
 __all__ = ["PlanStatus", "device_static", "plan_on_device", "planning_launch", "shape_of"]
 
@@ -199,21 +200,9 @@ def _schedule(part: Part, variant: int) -> FA2Shape:
     """Shape of the schedule that a launch reads, from what the launch says of it."""
     work, family = part
     launch, _ = family.shape(work, variant)
-    spec, info = launch.spec, launch.constants
-    assert launch.cache is not None
-    return FA2Shape(
-        num_requests=work.num_requests,
-        num_rows=info[1],
-        num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim_v=spec.head_dim_v,
-        page_size=launch.cache.page_size,
-        num_sms=work.device.num_sms,
-        cta_tile_q=info[3],
-        capacity=info[0],
-        split=bool(info[14]),
-        window_left=spec.window_left,
-    )
+    info = launch.constants
+    shape = schedule_shape(work, cta_tile_q=info[3], capacity=info[0])
+    return replace(shape, split=bool(info[14]))
 
 
 def plan_on_device(

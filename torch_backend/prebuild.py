@@ -26,8 +26,9 @@ from interop.spec import FP8_DTYPES, AttentionSpec
 
 from .kernels import flashinfer_abi as abi
 from .kernels import flashinfer_xqa as xqa
-from .kernels.flashinfer_fa import DTYPES, HEAD_DIMS
+from .kernels.flashinfer_fa import HEAD_DIMS
 from .kernels.flashinfer_fa3 import FA3_CAPABILITY
+from .kernels.flashinfer_refusals import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,12 +17,12 @@ from interop.spec import NVFP4_DTYPES
 
 from ..sinks import scale_rows, warm
 from . import flashinfer_abi as abi
+from .flashinfer_refusals import refuse_dtype, refuse_machine, refuse_widths
 from .protocol import Operands, Work, torch_view
 
-__all__ = ["Call", "finish", "load_early", "needs_capability", "ready", "refuse_any", "to_natural"]
+__all__ = ["Call", "finish", "load_early", "ready", "refuse_any", "to_natural"]
 
 HEAD_DIMS = (64, 128, 256)
-DTYPES = ("float16", "bfloat16")
 # FA2 counts elements of query, key and value, and the stride of a page, in 32 unsigned bits.
 MAX_ELEMENTS = 2**32
 
@@ -108,22 +108,15 @@ def load_early(backend: str, launch: Launch, *, pages: bool) -> None:
 def refuse_any(work: Work) -> str | None:
     """What neither FA2 nor FA3 does."""
     spec, bucket = work.spec, work.bucket
-    if work.device.kind != "cuda":
-        return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
-    if (missing := abi.why_missing()) is not None:
-        return missing
-    if work.query_dtype not in DTYPES:
-        return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
+    if (reason := refuse_machine(work) or refuse_dtype(work)) is not None:
+        return reason
     if work.source == "pages" and work.cache is not None and work.cache.dtype in NVFP4_DTYPES:
         return f"it reads pages of 16 and of 8 bits, not of {work.cache.dtype}; reference does"
     if spec.head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         return f"it is compiled for head_dim {dims}, not for {spec.head_dim}"
-    if spec.head_dim_v != spec.head_dim:
-        return (
-            f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
-            f"head_dim = {spec.head_dim}"
-        )
+    if (reason := refuse_widths(spec)) is not None:
+        return reason
     if spec.sm_scale < 0:
         return f"it looks for the largest logit before it scales, and sm_scale is {spec.sm_scale}"
     if bucket.num_tokens == 0:
@@ -135,9 +128,3 @@ def refuse_any(work: Work) -> str | None:
             "more, which it cannot count"
         )
     return None
-
-
-def needs_capability(work: Work, wanted: str) -> str:
-    """Why a device of another compute capability than `wanted` is refused."""
-    major, minor = work.device.capability
-    return f"it needs a GPU of compute capability {wanted}, and this one has {major}.{minor}"

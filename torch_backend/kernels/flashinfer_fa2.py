@@ -34,13 +34,13 @@ from .flashinfer_fa import (
     Call,
     finish,
     load_early,
-    needs_capability,
     ready,
     refuse_any,
 )
+from .flashinfer_refusals import needs_capability
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
-__all__ = ["FA2Family", "FlashInferPlannedFamily", "page_size_of", "place_rows"]
+__all__ = ["FA2Family", "FlashInferPlannedFamily", "place_rows", "schedule_shape"]
 
 FA2_LEAST_CAPABILITY = (8, 0)
 
@@ -287,12 +287,29 @@ def _scales_of(operands: Operands) -> tuple[Tensor, Tensor]:
     return torch_view(operands.scale_table), torch_view(operands.scale_layer)
 
 
-def page_size_of(work: Work) -> int:
+def _page_size(work: Work) -> int:
     """Tokens in a page; a row of the call is a page of its own."""
     if work.source == "tokens":
         return 1
     assert work.cache is not None
     return work.cache.page_size
+
+
+def schedule_shape(work: Work, *, cta_tile_q: int, capacity: int) -> FA2Shape:
+    """Shape of a schedule that may split, with the sizes of `work`."""
+    spec = work.spec
+    return FA2Shape(
+        num_requests=work.num_requests,
+        num_rows=work.bucket.num_tokens,
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_v=spec.head_dim_v,
+        page_size=_page_size(work),
+        num_sms=work.device.num_sms,
+        cta_tile_q=cta_tile_q,
+        capacity=capacity,
+        window_left=spec.window_left,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -306,7 +323,7 @@ def _balanced_shape(work: Work, split: bool) -> FA2Shape:
         num_qo_heads=spec.num_qo_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim_v=spec.head_dim_v,
-        page_size=page_size_of(work),
+        page_size=_page_size(work),
         num_sms=work.device.num_sms,
         split=split,
         window_left=spec.window_left,
@@ -333,15 +350,5 @@ def _flashinfer_shape(work: Work) -> FA2Shape:
         longest = 2**31
     tile = cta_tile_q(longest * spec.group_size, spec.head_dim_v)
     tiles = -(-rows * spec.group_size // tile) + requests - 1
-    return FA2Shape(
-        num_requests=requests,
-        num_rows=rows,
-        num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim_v=spec.head_dim_v,
-        page_size=page_size_of(work),
-        num_sms=work.device.num_sms,
-        cta_tile_q=tile,
-        capacity=max(2 * work.device.num_sms // spec.num_kv_heads, tiles),
-        window_left=spec.window_left,
-    )
+    capacity = max(2 * work.device.num_sms // spec.num_kv_heads, tiles)
+    return schedule_shape(work, cta_tile_q=tile, capacity=capacity)

@@ -15,7 +15,7 @@ from interop.fa2_invariant import decode_shape, plan_decodes, prefill_shape
 from interop.plan import ALIGN_WORDS, Launch
 from interop.schedule import FA2Shape, plan_fa2
 
-from .flashinfer_fa2 import MAX_SCRATCH_BYTES, FA2Family, page_size_of, place_rows
+from .flashinfer_fa2 import MAX_SCRATCH_BYTES, FA2Family, place_rows, schedule_shape
 from .protocol import Decision, IntArray, Lengths, Work
 
 __all__ = ["InvariantFA2Family"]
@@ -100,21 +100,9 @@ def _is_decode(work: Work) -> bool:
 @lru_cache(maxsize=4096)
 def _shapes(work: Work) -> tuple[FA2Shape, FA2Shape]:
     """Shape of a launch for the decodes of a bucket, and of one for all others."""
-    spec, bucket = work.spec, work.bucket
-    sizes = FA2Shape(
-        num_requests=work.num_requests,
-        num_rows=bucket.num_tokens,
-        num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim_v=spec.head_dim_v,
-        page_size=page_size_of(work),
-        num_sms=work.device.num_sms,
-        cta_tile_q=1,
-        capacity=1,
-        window_left=spec.window_left,
-    )
+    sizes = schedule_shape(work, cta_tile_q=1, capacity=1)
     padding = work.role == "all" and _is_decode(work)
-    return decode_shape(sizes, bucket.num_pages, padding=padding), prefill_shape(sizes)
+    return decode_shape(sizes, work.bucket.num_pages, padding=padding), prefill_shape(sizes)
 
 
 def _places(work: Work) -> tuple[int, int]:

@@ -23,10 +23,11 @@ from .flashinfer_fa import (
     Call,
     finish,
     load_early,
-    needs_capability,
     ready,
     refuse_any,
 )
+from .flashinfer_refusals import needs_capability
+from .page_copies import write_valid_tokens
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
 __all__ = ["FA3Family"]
@@ -270,18 +271,14 @@ def _load_copy_early(spec: CacheSpec, row_dtype: str) -> None:
 
 
 def _write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> None:
-    """Tokens of each entry of the page indices; -1 where there is nothing to copy.
+    """As `page_copies.write_valid_tokens`, for the requests that are this launch's.
 
     The kernel reads keys in whole tiles, so it reads some rows past the last request: these become
     0, as what is not finite would not be masked.
     """
+    write_valid_tokens(valid, lengths, page_size)
     used = int(lengths.kv_indptr[-1])
-    valid[:used] = page_size
-    valid[used:] = -1
     valid[used : used - (-MOST_TILE_KEYS // page_size)] = 0
-    some = lengths.kv_units > 0
-    last = lengths.kv_indptr[1:][some] - 1
-    valid[last] = lengths.kv_lens[some] - (lengths.kv_units[some] - 1) * page_size
     valid[: lengths.kv_indptr[lengths.first]] = -1
 
 

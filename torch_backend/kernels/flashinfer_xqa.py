@@ -26,7 +26,7 @@ from interop.spec import AttentionSpec
 
 from ..writing import token_major
 from . import flashinfer_abi as abi
-from .flashinfer_fa import DTYPES, needs_capability
+from .flashinfer_refusals import needs_capability, refuse_dtype, refuse_machine, refuse_widths
 from .flashinfer_xqa_scratch import Scratch, prepare, query_factor, scratch_of, splits_of, warm
 from .protocol import Decision, IntArray, KernelFamily, Lengths, Operands, Work, torch_view
 
@@ -83,10 +83,8 @@ class XQAFamily:
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""
-        if work.device.kind != "cuda":
-            return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
-        if (missing := abi.why_missing()) is not None:
-            return missing
+        if (reason := refuse_machine(work)) is not None:
+            return reason
         if work.device.capability not in CAPABILITIES:
             return needs_capability(work, "9.0, 12.0 or 12.1")
         if (reason := self._refuse_call(work)) is not None:
@@ -108,8 +106,8 @@ class XQAFamily:
             )
         if work.role != "all":
             return "it leaves the decodes of mixed batches to a family that serves prefills as well"
-        if work.query_dtype not in DTYPES:
-            return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
+        if (reason := refuse_dtype(work)) is not None:
+            return reason
         wanted = KV_DTYPE if self._quantized else work.query_dtype
         if work.cache.dtype != wanted:
             return f"it reads pages of {wanted}, not of {work.cache.dtype}"
@@ -276,11 +274,8 @@ def refuse_spec(spec: AttentionSpec, page_size: int) -> str | None:
             f"it is compiled for head_dim up to {MOST_HEAD_DIM} in steps of {HEAD_DIM_STEP}, not "
             f"for {spec.head_dim}"
         )
-    if spec.head_dim_v != spec.head_dim:
-        return (
-            f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
-            f"head_dim = {spec.head_dim}"
-        )
+    if (reason := refuse_widths(spec)) is not None:
+        return reason
     if spec.group_size > MOST_GROUP:
         return f"it takes up to {MOST_GROUP} query heads for a key head, not {spec.group_size}"
     if page_size not in PAGE_SIZES:

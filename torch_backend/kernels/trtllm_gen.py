@@ -26,7 +26,9 @@ from interop.spec import FP8_DTYPES, NVFP4_DTYPES, dtype_name
 
 from ..layouts import canonical
 from . import flashinfer_abi as abi
-from .flashinfer_fa import DTYPES, HEAD_DIMS, needs_capability
+from .flashinfer_fa import HEAD_DIMS
+from .flashinfer_refusals import needs_capability, refuse_dtype, refuse_machine, refuse_widths
+from .page_copies import write_valid_tokens
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 from .trtllm_gen_scratch import (
     Scratch,
@@ -37,7 +39,6 @@ from .trtllm_gen_scratch import (
     prepared,
     scratch_of,
     words_of,
-    write_valid_tokens,
 )
 
 __all__ = ["CAPABILITIES", "TrtllmGenFamily"]
@@ -95,10 +96,8 @@ class TrtllmGenFamily:
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""
-        if work.device.kind != "cuda":
-            return f"it needs an NVIDIA GPU, and this is a {work.device.kind} device"
-        if (missing := abi.why_missing()) is not None:
-            return missing
+        if (reason := refuse_machine(work)) is not None:
+            return reason
         if work.device.capability not in CAPABILITIES:
             return needs_capability(work, "10.0 or 10.3")
         if work.source != "pages" or work.cache is None:
@@ -129,9 +128,7 @@ class TrtllmGenFamily:
         if work.role != "all" and work.cache is not None and work.cache.quantized:
             # FA2 applies the scales of values to all rows, once the last launch is done.
             return "it leaves mixed batches over 8-bit pages to one launch of another family"
-        if work.query_dtype not in DTYPES:
-            return f"it computes in {' and '.join(DTYPES)}, not in {work.query_dtype}"
-        return None
+        return refuse_dtype(work)
 
     def _refuse_cache(self, work: Work) -> str | None:
         spec, cache = work.spec, work.cache
@@ -361,11 +358,8 @@ def _refuse_spec(work: Work) -> str | None:
         return "it has no soft cap on the logits"
     if spec.head_dim not in HEAD_DIMS:
         return f"it was compiled for head_dim {HEAD_DIMS}, not for {spec.head_dim}"
-    if spec.head_dim_v != spec.head_dim:
-        return (
-            f"it needs values as wide as keys, not head_dim_v = {spec.head_dim_v} with "
-            f"head_dim = {spec.head_dim}"
-        )
+    if (reason := refuse_widths(spec)) is not None:
+        return reason
     if spec.sm_scale < 0:
         return f"a negative sm_scale, here {spec.sm_scale}, was never tried with it"
     return None

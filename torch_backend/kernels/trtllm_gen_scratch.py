@@ -18,7 +18,7 @@ from interop.host import round_up
 from interop.plan import ALIGN_WORDS, Launch
 from interop.spec import AttentionSpec, CacheSpec
 
-from .protocol import IntArray, Lengths, Operands, torch_view
+from .protocol import Operands, torch_view
 
 __all__ = [
     "Scratch",
@@ -29,7 +29,6 @@ __all__ = [
     "prepared",
     "scratch_of",
     "words_of",
-    "write_valid_tokens",
 ]
 
 ALIGN_BYTES = 256
@@ -149,16 +148,6 @@ def scratch_of(
         # maxima and sums of its rows, and their partial outputs.
         total += sizes.num_sms * MOST_TILE_ROWS * (8 + 4 * spec.head_dim)
     return Scratch(counters, factors, query, key, value, workspace, total)
-
-
-def write_valid_tokens(valid: IntArray, lengths: Lengths, page_size: int) -> None:
-    """Tokens of each entry of the page indices; -1 where there is nothing to copy."""
-    used = int(lengths.kv_indptr[-1])
-    valid[:used] = page_size
-    valid[used:] = -1
-    some = lengths.kv_units > 0
-    last = lengths.kv_indptr[1:][some] - 1
-    valid[last] = lengths.kv_lens[some] - (lengths.kv_units[some] - 1) * page_size
 
 
 def copied_pages(
