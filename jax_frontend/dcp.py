@@ -26,7 +26,7 @@ from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
-from torch_backend.host_planning import check_kinds, host_plan, host_plans
+from torch_backend.host_planning import check_kinds, host_buffer, host_plan, host_plans
 from torch_backend.planning import check_cache_spec
 
 from . import attention
@@ -150,7 +150,7 @@ def _plan(
         facts,
         fallback,
         kernel,
-        _new_buffer,
+        host_buffer,
     )
     own = None
     if longest > 1:
@@ -162,14 +162,10 @@ def _plan(
             facts,
             fallback,
             None,
-            _new_buffer,
+            host_buffer,
         )
         own = AttentionPlan(own_static, _split([own_buffer] * shards.size, sharding))
     return DCPPlan(AttentionPlan(static, _split(buffers, sharding)), own, spec, shards)
-
-
-def _new_buffer(words: int) -> IntArray:
-    return np.empty(words, np.int32)
 
 
 def _split(buffers: list[IntArray], sharding: NamedSharding) -> jax.Array:

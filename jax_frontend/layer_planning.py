@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from interop.batch import Bucket, RaggedBatch
-from interop.dlpack import to_jax
 from interop.layer_plans import LayerPlans, check_layer
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec, CacheSpec
-from torch_backend.layer_planning import host_layer_plans
-from torch_backend.layer_planning import plan_layers as core_plan_layers
+from torch_backend.host_planning import NewBuffer
+from torch_backend.kernels import Device
+from torch_backend.layer_planning import HostLayerPlans, host_layer_plans
 
-from .planning import facts_of, target_for
+from .planning import placed
 
 __all__ = ["check_layer_of", "of_layer", "plan_layers"]
 
@@ -54,34 +53,22 @@ def plan_layers(
     ArgumentError, ShapeError, LengthError, PageError, SlotError, PlanError, UnsupportedError
         As `torch_backend.plan_layers` does.
     """
-    target, kind = target_for(device, cache_spec)
-    if kind == "cuda" and isinstance(target, jax.Device):
-        core = core_plan_layers(
+
+    def make(facts: Device, new_buffer: NewBuffer) -> HostLayerPlans:
+        return host_layer_plans(
             specs,
             cache_spec,
             batch,
-            bucket=bucket,
-            device=torch.device("cuda", target.local_hardware_id),
-            fallback=fallback,
-            kernel=kernel,
-            return_lse=return_lse,
-            batch_invariant=batch_invariant,
+            bucket,
+            facts,
+            fallback,
+            kernel,
+            new_buffer,
+            return_lse,
+            batch_invariant,
         )
-        # Through torch's memory, as `jax_frontend.plan` does it and says why.
-        return LayerPlans(core.statics, core.kinds, to_jax(core.metadata))
-    statics, kinds, buffer = host_layer_plans(
-        specs,
-        cache_spec,
-        batch,
-        bucket,
-        facts_of(kind),
-        fallback,
-        kernel,
-        lambda words: np.empty(words, np.int32),
-        return_lse,
-        batch_invariant,
-    )
-    return LayerPlans(statics, kinds, jax.device_put(buffer, target))
+
+    return LayerPlans(*placed(device, cache_spec, make))
 
 
 def check_layer_of(plan: AttentionPlan[jax.Array], layer: int | jax.Array) -> None:

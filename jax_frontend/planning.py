@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from interop.batch import Bucket, RaggedBatch
 from interop.dlpack import to_jax
 from interop.errors import DeviceError
-from interop.plan import AttentionPlan
+from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 from torch_backend.dispatch import device_facts
-from torch_backend.host_planning import host_plan
+from torch_backend.host_planning import IntArray, NewBuffer, host_buffer, host_plan
 from torch_backend.kernels import Device
-from torch_backend.planning import check_cache_spec
-from torch_backend.planning import plan as core_plan
+from torch_backend.planning import check_cache_spec, uploaded
 
 from .cache import default_device
 
-__all__ = ["facts_of", "plan", "target_for"]
+__all__ = ["placed", "plan"]
 
 
 def plan(
@@ -53,52 +54,66 @@ def plan(
     ShapeError, LengthError, PageError, SlotError, PlanError, UnsupportedError
         As `torch_backend.plan` does.
     """
-    target, kind = target_for(device, cache_spec)
-    if kind == "cuda" and isinstance(target, jax.Device):
-        core = core_plan(
+
+    def make(facts: Device, new_buffer: NewBuffer) -> tuple[PlanStatic, IntArray]:
+        return host_plan(
             spec,
             cache_spec,
             batch,
-            bucket=bucket,
-            device=torch.device("cuda", target.local_hardware_id),
-            fallback=fallback,
-            kernel=kernel,
-            return_lse=return_lse,
-            batch_invariant=batch_invariant,
+            bucket,
+            facts,
+            fallback,
+            kernel,
+            new_buffer,
+            return_lse,
+            batch_invariant,
         )
-        # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
-        # the steps would move about, and recorded launches would have to be recorded again.
-        return AttentionPlan(core.static, to_jax(core.metadata))
-    facts = facts_of(kind)
 
-    def new_buffer(words: int) -> npt.NDArray[np.int32]:
-        return np.empty(words, np.int32)
-
-    static, buffer = host_plan(
-        spec,
-        cache_spec,
-        batch,
-        bucket,
-        facts,
-        fallback,
-        kernel,
-        new_buffer,
-        return_lse,
-        batch_invariant,
-    )
-    return AttentionPlan(static, jax.device_put(buffer, target))
+    return AttentionPlan(*placed(device, cache_spec, make))
 
 
-def target_for(
-    device: object, cache_spec: CacheSpec | None
-) -> tuple[jax.Device | jax.sharding.Sharding, str]:
-    """Where a plan's metadata go, and the kind of device in this library's words.
+def placed(
+    device: object,
+    cache_spec: CacheSpec | None,
+    make: Callable[[Device, NewBuffer], tuple[Any, ...]],
+) -> tuple[Any, ...]:
+    """Make a plan on the host and bring its metadata to where JAX wants them.
+
+    Parameters
+    ----------
+    device, cache_spec
+        As for `plan`.
+    make
+        As for `torch_backend.planning.uploaded`, with what dispatch needs to know of the device
+        before the buffer.
+
+    Returns
+    -------
+    tuple
+        What `make` returned, with the metadata as a JAX array.
 
     Raises
     ------
     ArgumentError, DeviceError
         For a cache spec or a device that is none, and devices on which the cache does not lie.
     """
+    target, kind = _target_for(device, cache_spec)
+    if kind == "cuda" and isinstance(target, jax.Device):
+        # Through torch's memory: were a buffer of XLA's own allocated for each step, the memory of
+        # the steps would move about, and recorded launches would have to be recorded again.
+        where = torch.device("cuda", target.local_hardware_id)
+        *parts, metadata = uploaded(where, partial(make, device_facts(where)))
+        return (*parts, to_jax(metadata))
+    # Devices of a sharding are taken to be alike.
+    where = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
+    *parts, buffer = make(device_facts(where), host_buffer)
+    return (*parts, jax.device_put(buffer, target))
+
+
+def _target_for(
+    device: object, cache_spec: CacheSpec | None
+) -> tuple[jax.Device | jax.sharding.Sharding, str]:
+    """Where a plan's metadata go, and the kind of device in this library's words."""
     check_cache_spec(cache_spec)
     target = device if device is not None else default_device()
     if not isinstance(target, (jax.Device, jax.sharding.Sharding)):
@@ -116,8 +131,3 @@ def target_for(
             wanted=f"a {cache_spec.device} device, where the cache lies",
         )
     return target, kind
-
-
-def facts_of(kind: str) -> Device:
-    """What dispatch needs to know of the devices of a kind, which are taken to be alike."""
-    return device_facts(torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0))

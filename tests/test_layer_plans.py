@@ -18,6 +18,7 @@ import torch_backend
 from interop import AttentionSpec, Bucket, CacheSpec, LayerPlans, PlanStatic, RaggedBatch
 from interop.dlpack import to_torch
 from interop.errors import ArgumentError, FrameworkError, IsthmusError, PlanError
+from torch_backend.engine.batches import EngineRequests
 from torch_backend.host_planning import host_plan
 from torch_backend.kernels import Device
 from torch_backend.layer_planning import host_layer_plans
@@ -310,3 +311,16 @@ def test_they_travel_to_another_process() -> None:
     exported = jax.export.export(jax.jit(lambda plans: plans[1].metadata))(theirs)
     loaded = jax.export.deserialize(exported.serialize())
     assert np.array_equal(loaded.call(theirs), theirs.metadata)
+
+
+@frontends
+def test_a_batch_with_rules_of_its_own_keeps_them(frontend: Any) -> None:
+    """Rows of an engine's block 0 go nowhere, however many plans are made."""
+    cache = new_cache(0)
+    batch = EngineRequests([3, 1], [3, 6], [[2, 0], [5, 0]])
+    together = frontend.plan_layers(SPECS, cache.spec, batch)
+    for layer, spec in enumerate(SPECS):
+        alone = frontend.plan(spec, cache.spec, batch)
+        slots = np.asarray(together[layer].views["slot_mapping"]).tolist()
+        assert slots == np.asarray(alone.views["slot_mapping"]).tolist()
+        assert slots == [8, 9, 10, -1]

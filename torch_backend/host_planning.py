@@ -19,9 +19,10 @@ from interop.spec import AttentionSpec, CacheSpec
 from .dispatch import Part, Served, serve
 from .kernels import Decision, Device, Lengths
 
-__all__ = ["check_kinds", "check_specs", "host_plan", "host_plans"]
+__all__ = ["NewBuffer", "check_kinds", "check_specs", "host_buffer", "host_plan", "host_plans"]
 
 IntArray = npt.NDArray[np.int32]
+NewBuffer = Callable[[int], IntArray]
 
 
 def check_kinds(spec: object, batch: object, bucket: object) -> None:
@@ -60,6 +61,11 @@ def check_specs(spec: AttentionSpec, cache: CacheSpec) -> None:
         )
 
 
+def host_buffer(words: int) -> IntArray:
+    """Make a buffer for metadata in plain host memory."""
+    return np.empty(words, np.int32)
+
+
 def host_plan(
     spec: AttentionSpec,
     cache_spec: CacheSpec | None,
@@ -68,7 +74,7 @@ def host_plan(
     device: Device,
     fallback: str,
     kernel: str | None,
-    new_buffer: Callable[[int], IntArray],
+    new_buffer: NewBuffer,
     return_lse: bool = True,
     batch_invariant: bool = False,
 ) -> tuple[PlanStatic, IntArray]:
@@ -100,7 +106,7 @@ def host_plans(
     device: Device,
     fallback: str,
     kernel: str | None,
-    new_buffer: Callable[[int], IntArray],
+    new_buffer: NewBuffer,
     return_lse: bool = True,
     batch_invariant: bool = False,
 ) -> tuple[PlanStatic, list[IntArray]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +14,14 @@ from interop.plan import PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .dispatch import device_facts
-from .host_planning import IntArray, host_plan
+from .host_planning import IntArray, NewBuffer, host_buffer, host_plan
 from .kernels import Device
-from .planning import _device
+from .planning import device_for, uploaded
 
-__all__ = ["host_layer_plans", "plan_layers"]
+__all__ = ["HostLayerPlans", "host_layer_plans", "plan_layers"]
+
+# Static parts, which of them is each layer's, and the metadata.
+HostLayerPlans = tuple[tuple[PlanStatic, ...], tuple[int, ...], IntArray]
 
 
 def plan_layers(
@@ -59,27 +61,23 @@ def plan_layers(
     ShapeError, LengthError, PageError, SlotError, UnsupportedError
         As `plan` does.
     """
-    where = _device(device, cache_spec)
-    pinned = where.type == "cuda"
-    buffers: list[Tensor] = []
+    where = device_for(device, cache_spec)
 
-    def new_buffer(words: int) -> IntArray:
-        buffers.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned))
-        return buffers[0].numpy()
+    def make(new_buffer: NewBuffer) -> HostLayerPlans:
+        return host_layer_plans(
+            specs,
+            cache_spec,
+            batch,
+            bucket,
+            device_facts(where),
+            fallback,
+            kernel,
+            new_buffer,
+            return_lse,
+            batch_invariant,
+        )
 
-    statics, kinds, _ = host_layer_plans(
-        specs,
-        cache_spec,
-        batch,
-        bucket,
-        device_facts(where),
-        fallback,
-        kernel,
-        new_buffer,
-        return_lse,
-        batch_invariant,
-    )
-    return LayerPlans(statics, kinds, buffers[0].to(where, non_blocking=True))
+    return LayerPlans(*uploaded(where, make))
 
 
 def host_layer_plans(
@@ -90,10 +88,10 @@ def host_layer_plans(
     device: Device,
     fallback: str,
     kernel: str | None,
-    new_buffer: Callable[[int], IntArray],
+    new_buffer: NewBuffer,
     return_lse: bool = True,
     batch_invariant: bool = False,
-) -> tuple[tuple[PlanStatic, ...], tuple[int, ...], IntArray]:
+) -> HostLayerPlans:
     """Make static parts, say which is each layer's, and write ``new_buffer(words)`` on the host.
 
     Arguments and errors are those of `plan_layers`.
@@ -113,7 +111,7 @@ def host_layer_plans(
             device,
             fallback,
             kernel,
-            lambda words: np.empty(words, np.int32),
+            host_buffer,
             return_lse,
             batch_invariant,
         )
@@ -129,13 +127,18 @@ def host_layer_plans(
 
 
 class _OnceCounted(RaggedBatch):
-    """A batch while it is planned for several specs: pages and slots are looked up once."""
+    """A batch while it is planned for several specs: pages and slots are looked up once.
 
-    __slots__ = ("_found",)
+    It asks the batch itself, which may have rules of its own for them.
+    """
 
+    __slots__ = ("_batch", "_found")
+
+    _batch: RaggedBatch
     _found: dict[tuple[int, ...], IntArray]
 
     def __init__(self, batch: RaggedBatch) -> None:
+        self._batch = batch
         for name in RaggedBatch.__slots__:
             setattr(self, name, getattr(batch, name))
         self._found = {}
@@ -144,12 +147,12 @@ class _OnceCounted(RaggedBatch):
         """See `RaggedBatch.page_indices`."""
         key = (page_size, num_pages)
         if key not in self._found:
-            self._found[key] = super().page_indices(page_size, num_pages)
+            self._found[key] = self._batch.page_indices(page_size, num_pages)
         return self._found[key]
 
     def slot_mapping(self, page_size: int) -> IntArray:
         """See `RaggedBatch.slot_mapping`."""
         key = (page_size,)
         if key not in self._found:
-            self._found[key] = super().slot_mapping(page_size)
+            self._found[key] = self._batch.slot_mapping(page_size)
         return self._found[key]

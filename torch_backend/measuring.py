@@ -35,7 +35,7 @@ from .choice_files import (
 from .dispatch import serve
 from .kernels import FAMILIES, Work
 from .measured_steps import Step, median_time
-from .planning import _device, plan
+from .planning import device_for, plan
 
 __all__ = ["MeasuredChoices", "measure_kernels", "use_measured_choices"]
 
@@ -91,7 +91,7 @@ def measure_kernels(
     UnsupportedError
         If none of the families can serve.
     """
-    where = _device(device, cache_spec)
+    where = device_for(device, cache_spec)
     file = None if path is None else _file_for(path, card_of(where))
     repeats = max(int(repeats), 1)
     step = Step.of(spec, cache_spec, bucket, batch, where, return_lse)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,9 +15,17 @@ from interop.spec import AttentionSpec, CacheSpec
 
 from .cache import device_of
 from .dispatch import Choice, choose, device_facts, works_of
-from .host_planning import IntArray, check_kinds, check_specs, host_plan
+from .host_planning import IntArray, NewBuffer, check_kinds, check_specs, host_plan
 
-__all__ = ["check_cache_spec", "check_lse", "check_without_cache", "explain", "plan"]
+__all__ = [
+    "check_cache_spec",
+    "check_lse",
+    "check_without_cache",
+    "device_for",
+    "explain",
+    "plan",
+    "uploaded",
+]
 
 
 def check_lse(static: PlanStatic, return_lse: bool) -> None:
@@ -95,7 +106,42 @@ def plan(
     UnsupportedError
         If no kernel can serve the request; the message has each kernel's reason.
     """
-    where = _device(device, cache_spec)
+    where = device_for(device, cache_spec)
+
+    def make(new_buffer: NewBuffer) -> tuple[PlanStatic, IntArray]:
+        return host_plan(
+            spec,
+            cache_spec,
+            batch,
+            bucket,
+            device_facts(where),
+            fallback,
+            kernel,
+            new_buffer,
+            return_lse,
+            batch_invariant,
+        )
+
+    return AttentionPlan(*uploaded(where, make))
+
+
+def uploaded(where: torch.device, make: Callable[[NewBuffer], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Make a plan on the host and copy its metadata to a device.
+
+    Parameters
+    ----------
+    where
+        The device.
+    make
+        ``make(new_buffer)`` writes the metadata into ``new_buffer(words)``, of which it asks for
+        one, and returns it last, behind all else that the plan consists of.
+
+    Returns
+    -------
+    tuple
+        What `make` returned, with the metadata as a tensor on the device. The copy there is
+        asynchronous on a GPU.
+    """
     # torch's pinned allocator does not hand memory out again before the copies from it are done, so
     # a later plan can't overwrite a buffer whose copy is still in flight.
     pinned = where.type == "cuda"
@@ -105,19 +151,8 @@ def plan(
         buffers.append(torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=pinned))
         return buffers[0].numpy()
 
-    static, _ = host_plan(
-        spec,
-        cache_spec,
-        batch,
-        bucket,
-        device_facts(where),
-        fallback,
-        kernel,
-        new_buffer,
-        return_lse,
-        batch_invariant,
-    )
-    return AttentionPlan(static, buffers[0].to(where, non_blocking=True))
+    *parts, _ = make(new_buffer)
+    return (*parts, buffers[0].to(where, non_blocking=True))
 
 
 def explain(
@@ -134,7 +169,7 @@ def explain(
 
     Parameters are those of `plan`. Print the results for people to read.
     """
-    where = _device(device, cache_spec)
+    where = device_for(device, cache_spec)
     check_kinds(spec, batch, bucket)
     if cache_spec is not None:
         check_specs(spec, cache_spec)
@@ -162,7 +197,8 @@ def check_cache_spec(cache_spec: object) -> None:
         )
 
 
-def _device(device: torch.device | str | None, cache_spec: CacheSpec | None) -> torch.device:
+def device_for(device: torch.device | str | None, cache_spec: CacheSpec | None) -> torch.device:
+    """Where a step runs, with its number; see `plan`."""
     check_cache_spec(cache_spec)
     kind = cache_spec.device if cache_spec is not None else torch.get_default_device().type
     where = device_of(kind if device is None else device)
