@@ -16,10 +16,7 @@ import jax.numpy as jnp
 from interop.errors import DTypeError, FrameworkError, PlanError, ShapeError
 from interop.plan import AttentionPlan, Launch
 from interop.spec import FP8_DTYPES, AttentionSpec, CacheSpec, dtype_name
-from torch_backend.engine.batches import EngineBatch
-from torch_backend.engine.builder import Step, StepBuilder
-from torch_backend.engine.capabilities import Platform
-from torch_backend.engine.choices import Group
+from torch_backend.engine.builder import PlanningBuilder, Step
 from torch_backend.engine.settings import (
     LayerSettings,
     Scales,
@@ -81,52 +78,13 @@ jax.tree_util.register_dataclass(
 )
 
 
-class MetadataBuilder(StepBuilder):
-    """A `StepBuilder` whose steps come with plans for JAX.
+class MetadataBuilder(PlanningBuilder):
+    """A `PlanningBuilder` for JAX; parameters are its own.
 
-    Parameters
-    ----------
-    platform, group, max_model_len, graph_sizes
-        As for `StepBuilder`.
-    device
-        As for `jax_frontend.plan`.
-    fallback
-        As for `torch_backend.plan`.
+    Call `build` outside of ``jax.jit``, and pass ``LayerInputs.of(step)`` into the program.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        group: Group,
-        *,
-        device: jax.Device | jax.sharding.Sharding | None = None,
-        fallback: str = "warn",
-        **sizes: Any,
-    ) -> None:
-        super().__init__(platform, group, **sizes)
-        self.device = device
-        self.fallback = fallback
-
-    def build(self, batch: EngineBatch) -> Step:
-        """As `StepBuilder.build`, with a plan for each kind of layer.
-
-        Call it outside of ``jax.jit``, and pass ``LayerInputs.of(step)`` into the program.
-        """
-        step = super().build(batch)
-        cache = self.group.cache
-
-        def make(spec: AttentionSpec) -> AttentionPlan[Any]:
-            return plan(
-                spec,
-                cache,
-                step.requests,
-                bucket=step.bucket,
-                device=self.device,
-                fallback=self.fallback,
-                return_lse=False,
-            )
-
-        return self.with_plans(step, make)
+    _plan = staticmethod(plan)
 
 
 def maybe_quant_query(query: jax.Array, target: object, scale: jax.Array) -> jax.Array:
@@ -204,13 +162,7 @@ class AttentionImpl(LayerSettings):
         )
         made = metadata.plan_for(self.spec)
         rows = made.bucket.num_tokens
-        shape = (self.spec.num_qo_heads, self.spec.head_dim)
-        if output.ndim != 3 or output.shape[0] < rows or output.shape[1:] != shape:
-            raise ShapeError(
-                "output",
-                given=list(output.shape),
-                wanted=f"[rows, {shape[0]}, {shape[1]}] of at least {rows} rows",
-            )
+        self.check_output(output.shape, rows)
         scales = Scales.of(layer)
         real = self._real_query(query[:rows], scales)
         cache, number = self._cache(kv_cache, scales)
@@ -236,22 +188,14 @@ class AttentionImpl(LayerSettings):
         """
         if self.kv_sharing_target_layer_name is not None:
             return kv_cache
-        spec = self.spec
         for name, given in (("key", key), ("value", value)):
-            if given.ndim != 3 or given.shape[1:] != (spec.num_kv_heads, spec.head_dim):
-                raise ShapeError(
-                    name,
-                    given=list(given.shape),
-                    wanted=f"[rows, {spec.num_kv_heads}, {spec.head_dim}]",
-                )
-            if given.dtype.name != self.model_dtype:
-                raise DTypeError(name, given=given.dtype.name, wanted=self.model_dtype)
+            self.check_rows_written(name, given.shape, given.dtype.name)
         rows = min(key.shape[0], value.shape[0])
         check_slots_fit(slot_mapping.shape, slot_mapping.dtype.name, rows)
         cache, number = self._cache(kv_cache, Scales.of(layer))
         # An operation, so that the slots lie in memory of the program's own (`attention._owned`).
         slots = jnp.maximum(slot_mapping.astype(jnp.int32), -1)
-        launch = Launch("append", "rows", spec, cache.spec)
+        launch = Launch("append", "rows", self.spec, cache.spec)
         after = write_slots(key, value, cache, launch, slots, number)
         return after.pools[0] if isinstance(after, ArrangedArrays) else after
 

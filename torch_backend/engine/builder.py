@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from interop.batch import Bucket, RaggedBatch
 from interop.errors import ArgumentError, UnsupportedError
@@ -43,7 +42,7 @@ from .choices import (
 )
 from .settings import plan_among
 
-__all__ = ["Decodes", "MetadataBuilder", "Prefills", "Step", "StepBuilder"]
+__all__ = ["Decodes", "MetadataBuilder", "PlanningBuilder", "Prefills", "Step", "StepBuilder"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,17 +231,6 @@ class StepBuilder:
             return tuple(specs)
         return tuple(dict.fromkeys(replace(spec, causal=False) for spec in specs))
 
-    def with_plans(self, step: Step, make: Callable[[AttentionSpec], AttentionPlan[Any]]) -> Step:
-        """Add ``make(spec)`` for each kind of layer; a front end's own `plan` is behind it."""
-        if self.group.dcp_size > 1:
-            raise UnsupportedError(
-                f"a step of {self.group.dcp_size} ranks has a plan of its own: call dcp.plan with "
-                "step.requests and step.bucket."
-            )
-        for spec in self.specs(step):
-            step.plans[spec] = make(spec)
-        return step
-
     def _split(self, host: HostBatch, causal: bool) -> Split:
         if causal or self.decode_choice.kernel == XQA:
             starts = host.query_start_loc
@@ -329,25 +317,26 @@ class StepBuilder:
         )
 
 
-class MetadataBuilder(StepBuilder):
-    """A `StepBuilder` whose steps come with plans for PyTorch.
+class PlanningBuilder(StepBuilder):
+    """A `StepBuilder` whose steps come with plans of a front end.
 
     Parameters
     ----------
     platform, group, max_model_len, graph_sizes
-        As for `StepBuilder`.
-    device
-        Where the steps run; the current device of the cache's kind when left out.
-    fallback
-        As for `torch_backend.plan`.
+        As for `StepBuilder`. The platform of a builder that plans is the machine's own.
+    device, fallback
+        As for the front end's `plan`.
     """
+
+    _plan: Callable[..., AttentionPlan[Any]]
+    """The front end's own."""
 
     def __init__(
         self,
         platform: Platform,
         group: Group,
         *,
-        device: torch.device | str | None = None,
+        device: Any = None,
         fallback: str = "warn",
         **sizes: Any,
     ) -> None:
@@ -356,22 +345,27 @@ class MetadataBuilder(StepBuilder):
         self.fallback = fallback
 
     def build(self, batch: EngineBatch) -> Step:
-        """As `StepBuilder.build`, with a plan for each kind of layer.
-
-        The platform of a builder that plans is the machine's own.
-        """
+        """As `StepBuilder.build`, with a plan for each kind of layer."""
         step = super().build(batch)
-        cache = self.group.cache
-
-        def make(spec: AttentionSpec) -> AttentionPlan[Any]:
-            return plan(
+        if self.group.dcp_size > 1:
+            raise UnsupportedError(
+                f"a step of {self.group.dcp_size} ranks has a plan of its own: call dcp.plan with "
+                "step.requests and step.bucket."
+            )
+        for spec in self.specs(step):
+            step.plans[spec] = self._plan(
                 spec,
-                cache,
+                self.group.cache,
                 step.requests,
                 bucket=step.bucket,
                 device=self.device,
                 fallback=self.fallback,
                 return_lse=False,
             )
+        return step
 
-        return self.with_plans(step, make)
+
+class MetadataBuilder(PlanningBuilder):
+    """A `PlanningBuilder` for PyTorch; parameters are its own."""
+
+    _plan = staticmethod(plan)

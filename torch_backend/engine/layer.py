@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop.errors import ArgumentError, DTypeError, FrameworkError, PlanError, ShapeError
+from interop.errors import ArgumentError, FrameworkError, PlanError
 from interop.spec import FP8_DTYPES, dtype_name
 
 from ..attention import attend
@@ -151,7 +151,7 @@ class AttentionImpl(LayerSettings):
         )
         plan = metadata.plan_for(self.spec)
         count, rows = metadata.num_actual_tokens, plan.bucket.num_tokens
-        self._check_output(output, count)
+        self.check_output(output.shape, count)
         scale = None if output_scale is None else self._scale_of_output(output_scale)
         scales = Scales.of(layer)
         cache = self._cache(kv_cache, scales)
@@ -192,16 +192,8 @@ class AttentionImpl(LayerSettings):
         """
         if self.kv_sharing_target_layer_name is not None:
             return
-        spec = self.spec
         for name, given in (("key", key), ("value", value)):
-            if given.ndim != 3 or given.shape[1:] != (spec.num_kv_heads, spec.head_dim):
-                raise ShapeError(
-                    name,
-                    given=list(given.shape),
-                    wanted=f"[rows, {spec.num_kv_heads}, {spec.head_dim}]",
-                )
-            if given.dtype != torch_dtype(self.model_dtype):
-                raise DTypeError(name, given=dtype_name(given.dtype), wanted=self.model_dtype)
+            self.check_rows_written(name, given.shape, dtype_name(given.dtype))
         rows = min(key.shape[0], value.shape[0])
         check_slots_fit(slot_mapping.shape, dtype_name(slot_mapping.dtype), rows)
         cache = self._cache(kv_cache, Scales.of(layer))
@@ -245,15 +237,6 @@ class AttentionImpl(LayerSettings):
         if dtype_name(query.dtype) in FP8_DTYPES:
             return (query.float() * scales.query).to(torch_dtype(self.model_dtype))
         return query.contiguous()
-
-    def _check_output(self, output: Tensor, count: int) -> None:
-        shape = (self.spec.num_qo_heads, self.spec.head_dim)
-        if output.ndim != 3 or output.shape[0] < count or tuple(output.shape[1:]) != shape:
-            raise ShapeError(
-                "output",
-                given=list(output.shape),
-                wanted=f"[rows, {shape[0]}, {shape[1]}] of at least {count} rows",
-            )
 
     def _scale_of_output(self, output_scale: Tensor) -> Tensor:
         """Scale of an 8-bit output ``[]`` on its device, read in the first call."""

@@ -163,6 +163,28 @@ class LayerSettings:
         assert self.spec.dtype is not None
         return self.spec.dtype
 
+    def check_rows_written(self, name: str, shape: Sequence[int], dtype: str) -> None:
+        """Raise unless an array is keys or values ``[rows, num_kv_heads, head_size]`` to write."""
+        spec = self.spec
+        if len(shape) != 3 or tuple(shape[1:]) != (spec.num_kv_heads, spec.head_dim):
+            raise ShapeError(
+                name,
+                given=list(shape),
+                wanted=f"[rows, {spec.num_kv_heads}, {spec.head_dim}]",
+            )
+        if dtype != self.model_dtype:
+            raise DTypeError(name, given=dtype, wanted=self.model_dtype)
+
+    def check_output(self, shape: Sequence[int], rows: int) -> None:
+        """Raise unless an output ``[rows, num_heads, head_size]`` has so many rows or more."""
+        wanted = (self.spec.num_qo_heads, self.spec.head_dim)
+        if len(shape) != 3 or shape[0] < rows or tuple(shape[1:]) != wanted:
+            raise ShapeError(
+                "output",
+                given=list(shape),
+                wanted=f"[rows, {wanted[0]}, {wanted[1]}] of at least {rows} rows",
+            )
+
 
 def _check_sinks(sinks: Any, num_heads: int) -> None:
     shape = tuple(getattr(sinks, "shape", ()))
