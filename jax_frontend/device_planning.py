@@ -24,10 +24,6 @@ from torch_backend.dispatch import device_facts
 
 __all__ = ["plan_on_device"]
 
-# Up to so many elements a running sum is one sum over a square of them, a single kernel of a few
-# microseconds; XLA's own takes several kernels of any size.
-MOST_SQUARED = 2048
-
 
 class _JaxArithmetic:
     """`interop.device_arithmetic.Arithmetic` of JAX."""
@@ -39,26 +35,15 @@ class _JaxArithmetic:
 
     def running_sum(self, x: jax.Array) -> jax.Array:
         """See `Arithmetic.running_sum`."""
-        if x.size > MOST_SQUARED:
-            return lax.cumsum(x)
-        return jnp.where(_not_after(x.size), x, 0).sum(axis=1, dtype=jnp.int32)
+        return lax.cumsum(x)
 
     def running_max(self, x: jax.Array) -> jax.Array:
         """See `Arithmetic.running_max`."""
-        if x.size > MOST_SQUARED:
-            return lax.cummax(x)
-        return jnp.where(_not_after(x.size), x, x[0]).max(axis=1)
+        return lax.cummax(x)
 
     def owners(self, ends: jax.Array, count: int) -> jax.Array:
-        """See `Arithmetic.owners`: bit after bit of each answer, which is element by element."""
-        position = jnp.arange(count, dtype=jnp.int32)
-        found, step = jnp.zeros_like(position), 1 << (ends.size.bit_length() - 1)
-        while step:
-            last = found + (step - 1)
-            end = self.take(ends, jnp.minimum(last, ends.size - 1))
-            found = jnp.where((last < ends.size) & (end <= position), found + step, found)
-            step //= 2
-        return found
+        """See `Arithmetic.owners`."""
+        return jnp.searchsorted(ends, jnp.arange(count, dtype=jnp.int32), side="right")
 
     def quotient(self, x: jax.Array, y: jax.Array | int) -> jax.Array:
         """See `Arithmetic.quotient`; ``//`` would look at signs."""
@@ -76,12 +61,6 @@ class _JaxArithmetic:
     def float64(self, x: jax.Array) -> jax.Array:
         """See `Arithmetic.float64`."""
         return lax.convert_element_type(x, np.dtype(np.float64))
-
-
-def _not_after(size: int) -> jax.Array:
-    """``[size, size]``: whether the column is at or before the row."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    return column <= row
 
 
 _ARITHMETIC = _JaxArithmetic()
