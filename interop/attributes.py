@@ -82,6 +82,7 @@ def encode(call: Call) -> dict[str, str]:
             launch.cache and [_short(getattr(launch.cache, name)) for name in CACHE_FIELDS],
             launch.constants,
             launch.scratch_bytes,
+            int(launch.draft_masks),
             call.cache,
             call.layer,
             int(call.lse),
@@ -100,7 +101,7 @@ def encode(call: Call) -> dict[str, str]:
 @lru_cache(maxsize=4096)
 def decode(text: str) -> Call:
     """Read a call back from the values of `ATTRIBUTES`, joined in their order."""
-    family, source, spec, cache, constants, scratch_bytes, *rest = json.loads(text)
+    family, source, spec, cache, constants, scratch_bytes, masks, *rest = json.loads(text)
     names = [field.name for field in fields(AttentionSpec)]
     attention = AttentionSpec(**dict(zip(names, spec, strict=True)))
     pool = None
@@ -114,6 +115,7 @@ def decode(text: str) -> Call:
         cache=pool,
         constants=tuple(constants),
         scratch_bytes=scratch_bytes,
+        draft_masks=bool(masks),
     )
     name, layer, lse, continues, *arrangement = rest
     return Call(launch, name, layer, bool(lse), bool(continues), *arrangement)

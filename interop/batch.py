@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .draft_masks import Mask, checked_masks, ordered_rows, packed_rows
 from .errors import LengthError, PageError, PlanError, ShapeError, SlotError
 from .host import INT32_MAX, ONE, IntArray, count_of, host_ints, indptr, power_of_two
 
@@ -34,6 +35,9 @@ class Bucket:
     without_context
         Promises that every request starts in this step (``kv_lens == query_lens``): attention
         may then read this step's own keys and values instead of the pages.
+    draft_masks
+        Whether batches may bring masks of their own, see `RaggedBatch`. Batches without them are
+        served all the same; a kernel is chosen that reads masks.
     """
 
     num_requests: int
@@ -41,12 +45,19 @@ class Bucket:
     num_pages: int
     max_query_len: int = 0
     without_context: bool = False
+    draft_masks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "num_tokens", "num_pages"):
             object.__setattr__(self, name, count_of(name, getattr(self, name)))
         longest = count_of("max_query_len", self.max_query_len) or self.num_tokens
         object.__setattr__(self, "max_query_len", min(longest, self.num_tokens))
+        if self.without_context and self.draft_masks:
+            raise PlanError(
+                "bucket.draft_masks",
+                given="True with without_context=True",
+                wanted="one of the two: drafts continue what a cache holds",
+            )
 
     @classmethod
     def exactly(cls, batch: RaggedBatch, pages: int) -> Bucket:
@@ -56,7 +67,8 @@ class Bucket:
             batch.num_tokens,
             pages,
             batch.max_query_len,
-            batch.without_context,
+            batch.without_context and batch.draft_masks is None,
+            batch.draft_masks is not None,
         )
 
     @classmethod
@@ -66,7 +78,8 @@ class Bucket:
         longest = power_of_two(batch.max_query_len)
         requests = power_of_two(batch.num_requests)
         tokens = requests if longest == 1 else power_of_two(batch.num_tokens)
-        return cls(requests, tokens, power_of_two(pages), longest)
+        masks = batch.draft_masks is not None
+        return cls(requests, tokens, power_of_two(pages), longest, draft_masks=masks)
 
     def check(self, batch: RaggedBatch, pages: int) -> None:
         """Raise `PlanError` naming the first size of this bucket that `batch` exceeds."""
@@ -83,6 +96,13 @@ class Bucket:
                     wanted=f"at least {need}",
                     remedy="Use a larger bucket, or Bucket.covering(batch, page_size).",
                 )
+        if batch.draft_masks is not None and not self.draft_masks:
+            raise PlanError(
+                "bucket.draft_masks",
+                given="False for a batch with draft_masks",
+                wanted="True",
+                remedy="Say so in every bucket of the loop: a kernel is chosen by it.",
+            )
         if self.without_context and not batch.without_context:
             worst = int((batch.kv_lens - batch.query_lens).argmax())
             raise PlanError(
@@ -128,18 +148,28 @@ class RaggedBatch:
     page_table
         ``[num_requests, width]`` integers: the pages of each request in order. Entries past
         ``ceil(kv_len / page_size)`` are ignored. Leave out for attention without a cache.
+    draft_masks
+        ``[tokens, width]`` bool, of drafts that are no chain: row ``t`` says which of its own
+        request's query tokens the ``t``-th query token of the batch sees, column 0 being the
+        request's first. `width` is that of the longest query or more; columns past a request's own
+        tokens are ignored. Every token sees itself, and all of the request's context, or as much of
+        it as a sliding window lets it see, which counts by place in the cache. Where masks are
+        given, ``causal`` of the spec says nothing.
 
-    All three are host arrays of any integer type (NumPy, lists, CPU tensors); they are never
+    The others are host arrays of any integer type (NumPy, lists, CPU tensors); none is ever
     modified. The tokens of a request lie next to each other in query, key and value.
 
     Raises
     ------
     ShapeError, LengthError
         For arrays of another rank or type, negative lengths, or a cache shorter than its query.
+    DTypeError, ArgumentError
+        For masks that are not bool, or of a token that does not see itself.
     """
 
     __slots__ = (
         "_pages",
+        "draft_masks",
         "kv_lens",
         "max_query_len",
         "num_tokens",
@@ -151,13 +181,19 @@ class RaggedBatch:
     query_lens: IntArray
     kv_lens: IntArray
     page_table: IntArray | None
+    draft_masks: Mask | None
     qo_indptr: IntArray
     num_tokens: int
     max_query_len: int
     _pages: dict[int, Pages]
 
     def __init__(
-        self, query_lens: object, kv_lens: object, page_table: object | None = None
+        self,
+        query_lens: object,
+        kv_lens: object,
+        page_table: object | None = None,
+        *,
+        draft_masks: object | None = None,
     ) -> None:
         query = host_ints("query_lens", query_lens, 1)
         kv = host_ints("kv_lens", kv_lens, 1)
@@ -183,6 +219,9 @@ class RaggedBatch:
         self.qo_indptr = indptr(query)
         self.num_tokens = int(self.qo_indptr[-1])
         self.max_query_len = int(query[query.argmax()])
+        self.draft_masks = None
+        if draft_masks is not None:
+            self.draft_masks = checked_masks(draft_masks, query, self.qo_indptr)
         self._pages = {}
 
     @staticmethod
@@ -218,6 +257,20 @@ class RaggedBatch:
     def without_context(self) -> bool:
         """Whether every request starts in this step."""
         return self.kv_lens.tobytes() == self.query_lens.tobytes()  # faster than comparing arrays
+
+    def draft_rows(self, words: int, causal: bool) -> IntArray:
+        """Which of its request's tokens each token sees, as bits ``[tokens, words]`` int32.
+
+        Parameters
+        ----------
+        words
+            Words of a row; see `draft_masks`.
+        causal
+            What holds for a batch without masks.
+        """
+        if self.draft_masks is None:
+            return ordered_rows(self.query_lens, words, causal)
+        return packed_rows(self.draft_masks, words)
 
     def pages(self, page_size: int) -> Pages:
         """How the requests' tokens fill pages of `page_size` tokens; computed once per size."""

@@ -24,6 +24,7 @@ __all__ = [
     "check_combine",
     "context_bucket",
     "context_spec",
+    "own_batch",
     "own_bucket",
     "own_spec",
     "wire_bytes",
@@ -93,19 +94,30 @@ def context_bucket(bucket: Bucket | None, batch: RaggedBatch) -> Bucket | None:
     """Return the bucket of attention over a rank's tokens.
 
     That requests bring no context is a promise about the whole batch, which is kept here; what a
-    rank holds of one says nothing of it.
+    rank holds of one says nothing of it. Masks of drafts are among a step's own rows.
     """
-    if bucket is None or not bucket.without_context:
+    if bucket is None or not (bucket.without_context or bucket.draft_masks):
         return bucket
     bucket.check(batch, 0)
-    return replace(bucket, without_context=False)
+    return replace(bucket, without_context=False, draft_masks=False)
 
 
 def own_bucket(bucket: Bucket | None) -> Bucket | None:
     """Return the bucket of attention over a step's own rows, of which there is one a token."""
     if bucket is None:
         return None
-    return Bucket(bucket.num_requests, bucket.num_tokens, bucket.num_tokens, bucket.max_query_len)
+    return Bucket(
+        bucket.num_requests,
+        bucket.num_tokens,
+        bucket.num_tokens,
+        bucket.max_query_len,
+        draft_masks=bucket.draft_masks,
+    )
+
+
+def own_batch(batch: RaggedBatch) -> RaggedBatch:
+    """Return a step's own rows as requests without context."""
+    return RaggedBatch(batch.query_lens, batch.query_lens, draft_masks=batch.draft_masks)
 
 
 def batch_bytes(batch: object) -> bytes:
@@ -113,7 +125,8 @@ def batch_bytes(batch: object) -> bytes:
     if not isinstance(batch, RaggedBatch):
         return type(batch).__name__.encode()
     table = b"" if batch.page_table is None else batch.page_table.tobytes()
-    return b"|".join((batch.query_lens.tobytes(), batch.kv_lens.tobytes(), table))
+    masks = b"" if batch.draft_masks is None else batch.draft_masks.tobytes()
+    return b"|".join((batch.query_lens.tobytes(), batch.kv_lens.tobytes(), table, masks))
 
 
 def check_combine(combine: object) -> None:

@@ -38,13 +38,20 @@ class PlanStatus(IntEnum):
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Raise `PlanError` for a bucket with a promise that the device does not check."""
+    """Raise `PlanError` for a bucket that only plans made on the host have."""
     if bucket.without_context:
         raise PlanError(
             "bucket.without_context",
             given="True for a plan made on the device",
             wanted="False, since lengths are not known when the program is traced",
             remedy="Leave it out: requests without context are then served from their pages.",
+        )
+    if bucket.draft_masks:
+        raise PlanError(
+            "bucket.draft_masks",
+            given="True for a plan made on the device",
+            wanted="False, since masks come from a batch on the host",
+            remedy="Use plan for steps that verify trees of drafts.",
         )
 
 

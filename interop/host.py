@@ -18,6 +18,7 @@ __all__ = [
     "ONE",
     "IntArray",
     "count_of",
+    "host_array",
     "host_ints",
     "indptr",
     "power_of_two",
@@ -40,9 +41,7 @@ def host_ints(argument: str, value: object, rank: int) -> IntArray:
 
     Takes NumPy arrays, lists, CPU torch tensors and anything else that NumPy reads from the host.
     """
-    if type(value) is not np.ndarray:
-        value = _to_numpy(argument, value)
-    array: npt.NDArray[Any] = value
+    array = host_array(argument, value)
     if array.ndim != rank:
         raise ShapeError(
             argument, given=f"shape {array.shape}", wanted=f"an array of {rank} dimension(s)"
@@ -59,8 +58,10 @@ def host_ints(argument: str, value: object, rank: int) -> IntArray:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _to_numpy(argument: str, value: object) -> npt.NDArray[Any]:
-    """Read an array of the host, or say why `value` is none."""
+def host_array(argument: str, value: object) -> npt.NDArray[Any]:
+    """Return `value` as an array of the host, the same memory where it can be, or say why not."""
+    if type(value) is np.ndarray:
+        return value
     if getattr(value, "is_cuda", False):
         raise ShapeError(
             argument,
@@ -87,7 +88,7 @@ def _to_numpy(argument: str, value: object) -> npt.NDArray[Any]:
         raise ShapeError(
             argument,
             given=f"a {type(value).__name__} that NumPy cannot read ({error})",
-            wanted="an array of integers in host memory",
+            wanted="an array in host memory",
         ) from error
 
 

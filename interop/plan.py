@@ -77,6 +77,8 @@ class Launch:
         The family's own static numbers (for FlashInfer the plan's integers).
     scratch_bytes
         Scratch memory that the launch needs.
+    draft_masks
+        Whether query tokens see those of their own request by masks, see `RaggedBatch`.
     """
 
     family: str
@@ -85,6 +87,7 @@ class Launch:
     cache: CacheSpec | None
     constants: tuple[int, ...] = ()
     scratch_bytes: int = 0
+    draft_masks: bool = False
 
 
 @dataclass(frozen=True)

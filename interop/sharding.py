@@ -129,6 +129,8 @@ class LocalBatch(RaggedBatch):
         self.rank = rank
         self.query_lens = whole.query_lens
         self.page_table = whole.page_table
+        # Of the step's own rows, which are attended to apart.
+        self.draft_masks = None
         self.qo_indptr = whole.qo_indptr
         self.num_tokens = whole.num_tokens
         self.max_query_len = whole.max_query_len

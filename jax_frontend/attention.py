@@ -217,8 +217,8 @@ def _attend(
     fields = static.layout.views(_owned(plan))
     number, offset = place(layer, shape)
     if offset is not None:
-        families = {FAMILIES[launch.family] for launch in static.main}
-        for name in {name for family in families for name in family.page_fields("pages")}:
+        named = (FAMILIES[launch.family].page_fields(launch) for launch in static.main)
+        for name in {name for names in named for name in names}:
             fields[name] += offset
     which: tuple[jax.Array, ...] = layer_operand(layer, shape)
     if isinstance(cache, CacheHandle):
@@ -259,7 +259,7 @@ def _launch(
             results.append(jax.ShapeDtypeStruct((launch.scratch_bytes,), jnp.uint8))
         if token is not None and call is calls[-1]:
             results.append(jax.ShapeDtypeStruct(token.shape, token.dtype))
-        given = (*operands, *(fields[name] for name in family.fields(launch.source)))
+        given = (*operands, *(fields[name] for name in family.fields(launch)))
         made = foreign_call(
             "isthmus_attend" if family.recordable else "isthmus_attend_waiting",
             replace(call, continues=number > 0),

@@ -20,7 +20,15 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from interop.batch import Bucket, RaggedBatch
-from interop.dcp import DCPPlan, check_combine, context_bucket, context_spec, own_bucket, own_spec
+from interop.dcp import (
+    DCPPlan,
+    check_combine,
+    context_bucket,
+    context_spec,
+    own_batch,
+    own_bucket,
+    own_spec,
+)
 from interop.errors import ArgumentError, CacheNotFoundError, PlanError
 from interop.plan import AttentionPlan
 from interop.sharding import LocalBatch, TokenShards, check_dcp, own_kv_heads
@@ -157,7 +165,7 @@ def _plan(
         own_static, own_buffer = host_plan(
             own_spec(spec, shards, static.query_dtype),
             None,
-            RaggedBatch(batch.query_lens, batch.query_lens),
+            own_batch(batch),
             own_bucket(bucket),
             facts,
             fallback,

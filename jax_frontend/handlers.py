@@ -68,7 +68,7 @@ def _attend(call: Call, buffers: Sequence[Any]) -> None:
                 key, value = pools
             if scaled:
                 scales = next(rest), next(rest)
-        metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch.source)}
+        metadata = {name: next(rest) for name in FAMILIES[launch.family].fields(launch)}
         if call.continues:
             # Operands at the addresses of the results, for XLA to keep what they hold.
             next(rest)

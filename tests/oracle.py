@@ -26,17 +26,25 @@ def visible_keys(
     *,
     causal: bool = True,
     sliding_window: int | None = None,
+    draft_mask: Array | None = None,
 ) -> list[int]:
     """Positions of the keys that one query token of a request attends to.
 
     The queries are the *last* `query_len` positions of the `kv_len` tokens, so query `i` sits at
     position `kv_len - query_len + i`. A window of W tokens counts the query itself; it bounds the
     past only, so without the causal mask the keys after the query stay visible.
+
+    A draft mask `[query_len, query_len]` stands in for the causal mask: query `i` sees the step's
+    token `k` where ``draft_mask[i, k]`` is true, and all that came before the step.
     """
     position = kv_len - query_len + query_index
     keys = []
     for key in range(kv_len):
-        if causal and key > position:
+        drafted = key - (kv_len - query_len)
+        if draft_mask is not None:
+            if drafted >= 0 and not draft_mask[query_index, drafted]:
+                continue
+        elif causal and key > position:
             continue
         if sliding_window is not None and key <= position - sliding_window:
             continue
@@ -54,6 +62,7 @@ def attend_request(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
+    draft_mask: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of one request over its own keys and values, all tokens given densely.
 
@@ -64,7 +73,8 @@ def attend_request(
     output 0 and LSE -inf.
 
     A sink ``[num_qo_heads]`` is the logit of one more key, whose value is 0: neither scaled nor
-    capped, seen by every query. The LSE is that of the other keys.
+    capped, seen by every query. The LSE is that of the other keys. For `draft_mask` see
+    `visible_keys`.
     """
     query_len, num_qo_heads, head_dim = query.shape
     kv_len, num_kv_heads, head_dim_v = value.shape
@@ -75,7 +85,14 @@ def attend_request(
     out = np.zeros((query_len, num_qo_heads, head_dim_v))
     lse = np.full((query_len, num_qo_heads), -np.inf)
     for i in range(query_len):
-        keys = visible_keys(i, query_len, kv_len, causal=causal, sliding_window=sliding_window)
+        keys = visible_keys(
+            i,
+            query_len,
+            kv_len,
+            causal=causal,
+            sliding_window=sliding_window,
+            draft_mask=draft_mask,
+        )
         if not keys:
             continue
         for head in range(num_qo_heads):
@@ -97,11 +114,15 @@ def ragged_attention(
     value: Array,
     query_lens: Lengths,
     kv_lens: Lengths,
+    *,
+    draft_masks: Array | None = None,
     **features: Any,
 ) -> tuple[Array, Array]:
     """Attention without a cache: each request's tokens lie one after another in all three arrays.
 
-    `features` are the keyword arguments of `attend_request`. Returns `(out, lse)` in float64.
+    `features` are the keyword arguments of `attend_request`; rows of `draft_masks`
+    `[tokens, columns]` are those of all requests, one after another. Returns `(out, lse)` in
+    float64.
     """
     out = np.zeros((*query.shape[:2], value.shape[2]))
     lse = np.full(query.shape[:2], -np.inf)
@@ -109,7 +130,10 @@ def ragged_attention(
     for query_len, kv_len in zip(query_lens, kv_lens, strict=True):
         rows = slice(first_query, first_query + query_len)
         keys = slice(first_key, first_key + kv_len)
-        out[rows], lse[rows] = attend_request(query[rows], key[keys], value[keys], **features)
+        mask = None if draft_masks is None else draft_masks[rows, :query_len]
+        out[rows], lse[rows] = attend_request(
+            query[rows], key[keys], value[keys], draft_mask=mask, **features
+        )
         first_query += query_len
         first_key += kv_len
     return out, lse
@@ -122,11 +146,13 @@ def paged_attention(
     query_lens: Lengths,
     kv_lens: Lengths,
     page_table: Array,
+    *,
+    draft_masks: Array | None = None,
     **features: Any,
 ) -> tuple[Array, Array]:
     """Attention over one layer's pages: token `t` of request `r` is in `page_table[r, t // P]`.
 
-    `features` are the keyword arguments of `attend_request`. Returns `(out, lse)` in float64.
+    Masks and `features` are those of `ragged_attention`. Returns `(out, lse)` in float64.
     """
     page_size = key_pages.shape[1]
     out = np.zeros((*query.shape[:2], value_pages.shape[3]))
@@ -136,8 +162,10 @@ def paged_attention(
         tokens = np.arange(kv_len)
         pages, offsets = page_table[request, tokens // page_size], tokens % page_size
         rows = slice(first_query, first_query + query_len)
+        mask = None if draft_masks is None else draft_masks[rows, :query_len]
+        keys, values = key_pages[pages, offsets], value_pages[pages, offsets]
         out[rows], lse[rows] = attend_request(
-            query[rows], key_pages[pages, offsets], value_pages[pages, offsets], **features
+            query[rows], keys, values, draft_mask=mask, **features
         )
         first_query += query_len
     return out, lse

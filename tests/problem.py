@@ -120,6 +120,7 @@ class Problem(_Readable):
     bucket: Bucket | None = None
     pages: Pages | None = None
     sinks: Array | None = None  # float32 [num_qo_heads]
+    draft_masks: Array | None = None  # bool [tokens, columns]
 
     @property
     def spec(self) -> AttentionSpec:
@@ -138,7 +139,7 @@ class Problem(_Readable):
     def batch(self) -> RaggedBatch:
         """The requests as the packages take them."""
         table = None if self.pages is None else self.pages.table
-        return RaggedBatch(self.query_lens, self.kv_lens, table)
+        return RaggedBatch(self.query_lens, self.kv_lens, table, draft_masks=self.draft_masks)
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def run_oracle(problem: Problem) -> Answer:
     """Return the right answer: output and LSE in float64, the pools in their own dtype."""
     query, new = problem.query, (problem.key, problem.value)
     lens = (problem.query_lens, problem.kv_lens)
-    pages, features = problem.pages, problem.features | {"sinks": problem.sinks}
+    pages = problem.pages
+    features = problem.features | {"sinks": problem.sinks, "draft_masks": problem.draft_masks}
     if pages is None:
         return Answer(*oracle.ragged_attention(query, *new, *lens, **features))
     key_pool, value_pool = appended_pools(problem)

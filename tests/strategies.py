@@ -6,7 +6,7 @@ order of its pages come from NumPy's generator under a drawn seed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Space:
     sliding_windows: tuple[int | None, ...] = (None, 1, 2, 7, 33, 1000)
     # Logits are about normal: the small caps bend most of them, the large one hardly any.
     soft_caps: tuple[float | None, ...] = (None, 0.7, 3.0, 30.0)
+    # Whether batches bring masks of their own.
+    draft_masks: tuple[bool, ...] = (False, False, True)
 
 
 REFERENCE = Space()
@@ -72,6 +74,9 @@ def paged_problems(draw: st.DrawFn, space: Space = REFERENCE) -> Problem:
         pools.append(pool.astype(NUMPY_DTYPES[dtype]))
     num_tokens = sum(query_len for query_len, _ in requests)
     padded = num_tokens if bucket is None else bucket.num_tokens
+    masks = None
+    if draw(st.sampled_from(space.draft_masks)):
+        masks, bucket = _draft_masks(rng, requests, bucket)
     return Problem(
         dtype,
         draw(_features(space)),
@@ -83,6 +88,7 @@ def paged_problems(draw: st.DrawFn, space: Space = REFERENCE) -> Problem:
         pages=Pages(
             num_layers, layer, page_size, draw(st.sampled_from(space.layouts)), table, *pools
         ),
+        draft_masks=masks,
     )
 
 
@@ -101,6 +107,9 @@ def ragged_problems(draw: st.DrawFn, space: Space = REFERENCE) -> Problem:
     padded, padded_keys = num_tokens, num_keys
     if bucket is not None:
         padded, padded_keys = bucket.num_tokens, bucket.num_pages
+    masks = None
+    if draw(st.sampled_from(space.draft_masks)):
+        masks, bucket = _draft_masks(rng, requests, bucket)
     return Problem(
         dtype,
         draw(_features(space)),
@@ -109,6 +118,7 @@ def ragged_problems(draw: st.DrawFn, space: Space = REFERENCE) -> Problem:
         key=_rows(rng, dtype, num_keys, padded_keys, heads[1], widths[0]),
         value=_rows(rng, dtype, num_keys, padded_keys, heads[1], widths[1]),
         bucket=bucket,
+        draft_masks=masks,
     )
 
 
@@ -172,6 +182,22 @@ def _buckets(draw: st.DrawFn, requests: Requests, page_size: int) -> Bucket | No
         max_query_len=draw(st.sampled_from((0, longest))),
         without_context=draw(st.booleans()) and all(q == kv for q, kv in requests),
     )
+
+
+def _draft_masks(
+    rng: np.random.Generator, requests: Requests, bucket: Bucket | None
+) -> tuple[Array, Bucket | None]:
+    """Masks of any tree, or of none that a tree has, and the bucket that announces them.
+
+    What lies past a request's own tokens is arbitrary.
+    """
+    lens, _ = _lengths(requests)
+    masks = rng.random((sum(lens), max(lens) + int(rng.integers(3)))) < rng.random()
+    own = np.concatenate([np.arange(query_len) for query_len in lens])
+    masks[np.arange(len(own)), own] = True
+    if bucket is not None:
+        bucket = replace(bucket, without_context=False, draft_masks=True)
+    return masks, bucket
 
 
 @st.composite

@@ -72,6 +72,7 @@ class Target:
             soft_caps=(3.0, 30.0) if self.key.soft_cap else (None,),
             # The hardware's tanh has a relative error, so logits must not be large.
             sm_scales=(None, 0.11) if self.key.soft_cap else REFERENCE.sm_scales,
+            draft_masks=REFERENCE.draft_masks if self.key.backend == "fa2" else (False,),
         )
 
     def paged(self) -> st.SearchStrategy[Problem]:

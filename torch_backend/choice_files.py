@@ -72,6 +72,7 @@ def bucket_class(bucket: Bucket) -> Bucket:
         power_of_two(bucket.num_pages),
         power_of_two(bucket.max_query_len),
         bucket.without_context,
+        bucket.draft_masks,
     )
 
 

@@ -19,6 +19,7 @@ from interop.dcp import (
     check_combine,
     context_bucket,
     context_spec,
+    own_batch,
     own_bucket,
     own_spec,
 )
@@ -135,7 +136,7 @@ def _plan(
         own = plan_one(
             own_spec(spec, shards, context.static.query_dtype),
             None,
-            RaggedBatch(batch.query_lens, batch.query_lens),
+            own_batch(batch),
             bucket=own_bucket(bucket),
             device=context.metadata.device,
             fallback=fallback,

@@ -13,12 +13,13 @@ from functools import cache, lru_cache
 import torch
 
 from interop.batch import Bucket
+from interop.draft_masks import mask_words
 from interop.errors import ArgumentError, UnsupportedError
 from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .choice_files import TWO_LAUNCHES, note_on, recorded
-from .kernels import FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
+from .kernels import DRAFT_MASKS, FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
 from .kernels.sinks import refuse
 
 __all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
@@ -75,6 +76,8 @@ def _refusal(family: KernelFamily, work: Work) -> str | None:
     """Why a family does not serve `work`; `None` if it can."""
     if work.invariant and family.name not in INVARIANT:
         return "what it computes for a request depends on the rest of the batch"
+    if work.bucket.draft_masks and family.name not in DRAFT_MASKS:
+        return "it reads no masks of drafts"
     return refuse(family, work)
 
 
@@ -160,7 +163,7 @@ def works_of(
     if invariant:
         if device.kind == "cpu" or bucket.max_query_len <= 1:
             return (whole,)
-        one_each = replace(bucket, max_query_len=1, without_context=False)
+        one_each = replace(bucket, max_query_len=1, without_context=False, draft_masks=False)
         return (
             whole,
             replace(whole, role="decodes", bucket=one_each),
@@ -235,6 +238,9 @@ class Served:
             # No field is empty: XLA may hand on a null pointer for one.
             sizes["slot_mapping"] = max(work.bucket.num_tokens, 1)
             sizes["page_indices"] = max(work.bucket.num_pages, 1)
+        if work.bucket.draft_masks:
+            rows, words = work.bucket.num_tokens, mask_words(work.bucket.max_query_len)
+            sizes["draft_masks"] = max(rows * words, 1)
         launches = []
         for (part, family), variant in zip(self.parts(mixed), variants, strict=True):
             launch, own_sizes = family.shape(part, variant)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from interop.batch import Bucket, RaggedBatch
+from interop.draft_masks import mask_words
 from interop.errors import ArgumentError, PlanError
 from interop.plan import PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
@@ -176,6 +177,7 @@ class _Prepared:
     last_page_lens: IntArray
     slots: IntArray | None
     page_indices: IntArray | None
+    draft_rows: IntArray | None
 
     @classmethod
     def of(
@@ -203,7 +205,11 @@ class _Prepared:
             own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, num_tokens)
             lengths.append(own)
         decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(parts)]
-        return cls(parts, whole, lengths, decisions, pages.last_lens, slots, indices)
+        bucket, masks = served.whole[0].bucket, None
+        if bucket.draft_masks:
+            words = mask_words(bucket.max_query_len)
+            masks = batch.draft_rows(words, served.whole[0].spec.causal)
+        return cls(parts, whole, lengths, decisions, pages.last_lens, slots, indices, masks)
 
     def write(self, static: PlanStatic, variants: Sequence[int], buffer: IntArray) -> None:
         """Fill the metadata of a plan of these variants."""
@@ -215,6 +221,8 @@ class _Prepared:
             _fill(fields["kv_last_page_len"], self.last_page_lens)
             _fill(fields["slot_mapping"], self.slots, pad=-1)
             _fill(fields["page_indices"], self.page_indices)
+        if self.draft_rows is not None:
+            _fill(fields["draft_masks"], self.draft_rows.reshape(-1))
         launches = static.main if static.own is None else (*static.main, static.own)
         for i, (work, family) in enumerate(self.parts):
             decision = self.decisions[i]._replace(variant=variants[i])

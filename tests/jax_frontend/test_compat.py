@@ -48,7 +48,7 @@ ways = pytest.mark.parametrize("call", [Step.__call__, Step.jitted], ids=["eager
 
 # What it computes
 
-SMALL = Space(head_dims=((64, 64), (8, 8), (5, 5)), page_sizes=(1, 3, 16))
+SMALL = Space(head_dims=((64, 64), (8, 8), (5, 5)), page_sizes=(1, 3, 16), draft_masks=(False,))
 
 
 @settings(max_examples=6)

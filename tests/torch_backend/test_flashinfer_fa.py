@@ -119,7 +119,7 @@ def _operands(static: PlanStatic, source: str, fields: Any, *, bridge: bool = Fa
         query=torch.randn(static.query_shape).to(dtype),
         key=key,
         value=value,
-        metadata={name: fields[name] for name in FAMILIES[launch.family].fields(source)},
+        metadata={name: fields[name] for name in FAMILIES[launch.family].fields(launch)},
         out=torch.empty(static.out_shape, dtype=dtype),
         lse=torch.empty(static.out_shape[:2]),
         scratch=torch.empty(launch.scratch_bytes, dtype=torch.uint8)

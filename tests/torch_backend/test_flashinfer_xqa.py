@@ -115,7 +115,7 @@ def _operands(static: PlanStatic, fields: Any, *, bridge: bool = False) -> Opera
         query=torch.randn(static.query_shape).to(dtype),
         key=key,
         value=value,
-        metadata={name: fields[name] for name in FAMILIES[launch.family].fields("pages")},
+        metadata={name: fields[name] for name in FAMILIES[launch.family].fields(launch)},
         out=torch.full(static.out_shape, math.nan, dtype=dtype),
         lse=None,
         scratch=scratch if launch.scratch_bytes else None,

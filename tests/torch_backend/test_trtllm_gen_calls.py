@@ -191,9 +191,9 @@ class Step:
     def operands(self, launch: Any, *, whole_pool: bool) -> Operands:
         """Buffers as PyTorch hands them on, one layer's pages, or as JAX does, with an offset."""
         family, pools = FAMILIES[launch.family], self.pools
-        metadata = {name: self.fields[name].clone() for name in family.fields("pages")}
+        metadata = {name: self.fields[name].clone() for name in family.fields(launch)}
         if whole_pool:
-            for name in family.page_fields("pages"):
+            for name in family.page_fields(launch):
                 metadata[name] += LAYER * PAGES
         else:
             pools = [pool[LAYER * PAGES : (LAYER + 1) * PAGES] for pool in pools]
@@ -510,7 +510,7 @@ def test_jax_lowers_to_calls_of_the_same_launch() -> None:
         told = decode("".join(piece for _, piece in sorted(pieces)).replace("\\22", '"'))
         assert told.launch == launch and told.lse
         assert f"tensor<{launch.scratch_bytes}xui8>" in text
-        for field in FAMILIES[launch.family].fields("pages"):
+        for field in FAMILIES[launch.family].fields(launch):
             (length,) = (size for other, _, size in step.static.layout.fields if other == field)
             assert f"tensor<{length}xi32>" in text
 

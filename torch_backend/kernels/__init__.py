@@ -32,6 +32,7 @@ from .reference import ReferenceFamily
 from .trtllm_gen import TrtllmGenFamily
 
 __all__ = [
+    "DRAFT_MASKS",
     "FAMILIES",
     "INVARIANT",
     "Decision",
@@ -60,3 +61,6 @@ FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER
 
 INVARIANT = ("fa2_invariant", "reference")
 """Families that can leave what they compute for a request independent of all others."""
+
+DRAFT_MASKS = ("fa2", "fa2_flashinfer", "fa2_invariant", "reference")
+"""Families that read masks of drafts; others would leave them out silently."""

@@ -27,6 +27,7 @@ import tvm_ffi
 from interop.errors import UnsupportedError, VersionError
 
 from .flashinfer_signatures import (
+    CUSTOM_MASK,
     LAYOUTS,
     MASK_MODES,
     RUNS,
@@ -37,6 +38,7 @@ from .flashinfer_signatures import (
 
 __all__ = [
     "BUILD_SECONDS",
+    "CUSTOM_MASK",
     "LAYOUTS",
     "MASK_MODES",
     "SIGNATURES",

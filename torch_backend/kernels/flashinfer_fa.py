@@ -64,7 +64,7 @@ def ready(
     function = "paged_run" if pages else "ragged_run"
     names = abi.SIGNATURES[backend][function]
     values = {
-        "mask_mode_code": abi.MASK_MODES[spec.causal],
+        "mask_mode_code": abi.CUSTOM_MASK if launch.draft_masks else abi.MASK_MODES[spec.causal],
         # Rows of a call are token-major, whatever the cache is.
         "layout": abi.LAYOUTS[launch.cache.layout if launch.cache and pages else "NHD"],
         "window_left": spec.window_left,

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interop.draft_masks import largest_spread, spread_rows
+from interop.host import INT32_MAX
 from interop.plan import Launch
 from interop.schedule import (
     FA2Shape,
@@ -29,6 +31,7 @@ from interop.schedule import (
 )
 from interop.spec import AttentionSpec
 
+from . import flashinfer_abi as abi
 from .flashinfer_fa import (
     MAX_ELEMENTS,
     Call,
@@ -52,6 +55,11 @@ MAX_SCRATCH_BYTES = 4 * 2**31
 
 NEVER_SPLIT, SPLIT = 0, 1
 
+# Bits of all keys for each query row, and where each request's begin; their place among `options`.
+MASK_FIELDS = ("fa2_masks", "fa2_mask_indptr")
+_RUN = abi.SIGNATURES["fa2"]["paged_run"]
+MASK_AT = _RUN.index("maybe_custom_mask") - _RUN.index("maybe_lse") - 1
+
 # Where rows begin in scratch, after the partial results.
 ALIGN_BYTES = 16
 
@@ -62,15 +70,18 @@ class FA2Family:
     name = "fa2"
     recordable = True
 
-    def fields(self, source: str) -> tuple[str, ...]:
+    def fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.fields`."""
-        if source == "pages":
-            return ("qo_indptr", "kv_indptr", "page_indices", "kv_last_page_len", "fa2_schedule")
-        return ("qo_indptr", "fa2_own_kv_indptr", "fa2_own_schedule")
+        masks = MASK_FIELDS if launch.draft_masks else ()
+        if launch.source == "pages":
+            own: tuple[str, ...] = ("kv_indptr", "page_indices", "kv_last_page_len", "fa2_schedule")
+        else:
+            own = ("fa2_own_kv_indptr", "fa2_own_schedule")
+        return ("qo_indptr", *own, *masks)
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.page_fields`."""
-        return ("page_indices",) if source == "pages" else ()
+        return ("page_indices",) if launch.source == "pages" else ()
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""
@@ -78,6 +89,8 @@ class FA2Family:
             return reason
         if work.device.capability < FA2_LEAST_CAPABILITY:
             return needs_capability(work, "8.0 or later")
+        if work.bucket.draft_masks and (size := _mask_bytes(work)) > INT32_MAX:
+            return f"masks over all keys take up to {size} bytes, more than it can count"
         if work.source == "pages":
             assert work.cache is not None
             stride = work.cache.page_size * work.cache.num_kv_heads * work.cache.head_dim
@@ -92,6 +105,9 @@ class FA2Family:
         # Merged rows are counted from the first request, so what comes after another launch's
         # requests is not split.
         split = choice.split and shape.scratch_bytes < MAX_SCRATCH_BYTES and not lengths.first
+        if work.spec.sliding_window is not None:
+            # Chunks of a window end where a causal tile does.
+            split = split and work.spec.causal and not work.bucket.draft_masks
         return Decision(SPLIT if split else NEVER_SPLIT, choice.pages)
 
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
@@ -109,16 +125,21 @@ class FA2Family:
                 int(work.role != "decodes"),
             ),
             scratch_bytes=_query_at(work, shape) + _query_bytes(work),
+            draft_masks=work.bucket.draft_masks,
         )
         load_early("fa2", launch, pages=work.source == "pages")
         if _query_bytes(work):
             _load_scaling_early(work.spec, work.query_dtype)
         if work.source == "pages":
-            return launch, {"fa2_schedule": shape.schedule_words}
-        sizes = {
-            "fa2_own_kv_indptr": work.num_requests + 1,
-            "fa2_own_schedule": shape.schedule_words,
-        }
+            sizes = {"fa2_schedule": shape.schedule_words}
+        else:
+            sizes = {
+                "fa2_own_kv_indptr": work.num_requests + 1,
+                "fa2_own_schedule": shape.schedule_words,
+            }
+        if launch.draft_masks:
+            sizes |= {"fa2_masks": max(1, -(-_mask_bytes(work) // 4))}
+            sizes |= {"fa2_mask_indptr": work.num_requests + 1}
         return launch, sizes
 
     def write(
@@ -129,7 +150,25 @@ class FA2Family:
         decision: Decision,
         fields: Mapping[str, IntArray],
     ) -> None:
-        """See `KernelFamily.write`."""
+        """See `KernelFamily.write`; masks are read from ``draft_masks``, written before."""
+        self._write_schedule(work, lengths, decision, fields)
+        if launch.draft_masks:
+            spread_rows(
+                fields["draft_masks"].reshape(work.bucket.num_tokens, -1),
+                lengths.qo_indptr,
+                lengths.query_lens,
+                lengths.kv_lens,
+                fields["fa2_masks"],
+                fields["fa2_mask_indptr"],
+            )
+
+    def _write_schedule(
+        self,
+        work: Work,
+        lengths: Lengths,
+        decision: Decision,
+        fields: Mapping[str, IntArray],
+    ) -> None:
         schedule = "fa2_schedule"
         if work.source == "tokens":
             # Where each request's keys are among the rows; the kernel reads their number from it.
@@ -150,6 +189,10 @@ class FA2Family:
         """See `KernelFamily.run`."""
         call = _ready_fa2(launch)
         metadata, query, lse = operands.metadata, operands.query, operands.lse
+        options = call.options
+        if launch.draft_masks:
+            masks = (metadata[name] for name in MASK_FIELDS)
+            options = (*options[:MASK_AT], *masks, *options[MASK_AT + len(MASK_FIELDS) :])
         scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
         if scaled:
             query = _scaled_query(launch, operands)
@@ -171,7 +214,7 @@ class FA2Family:
                 metadata["kv_last_page_len"],
                 operands.out,
                 lse,
-                *call.options,
+                *options,
             )
         else:
             call.function(
@@ -185,7 +228,7 @@ class FA2Family:
                 metadata["fa2_own_kv_indptr"],
                 operands.out,
                 lse,
-                *call.options,
+                *options,
             )
         if scaled and self._scales_output(launch):
             _scale_output(launch, operands)
@@ -233,6 +276,13 @@ def _ready_fa2(launch: Launch) -> Call:
     *plan_info, pdl, _ = launch.constants
     pages = launch.source == "pages"
     return ready("fa2", launch, tuple(plan_info), pages=pages, pdl=bool(pdl))
+
+
+def _mask_bytes(work: Work) -> int:
+    """Most bytes of masks over all keys."""
+    bucket = work.bucket
+    keys = bucket.num_pages * _page_size(work)
+    return largest_spread(bucket.max_query_len, work.num_requests, keys)
 
 
 def _query_bytes(work: Work) -> int:

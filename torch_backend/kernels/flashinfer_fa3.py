@@ -57,13 +57,15 @@ class FA3Family:
     name = "fa3"
     recordable = True
 
-    def fields(self, source: str) -> tuple[str, ...]:
+    def fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.fields`."""
-        return ("page_indices", "fa3_schedule") if source == "pages" else ("fa3_own_schedule",)
+        if launch.source == "pages":
+            return ("page_indices", "fa3_schedule")
+        return ("fa3_own_schedule",)
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.page_fields`."""
-        return ("page_indices",) if source == "pages" else ()
+        return ("page_indices",) if launch.source == "pages" else ()
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`."""

@@ -10,7 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LAYOUTS", "MASK_MODES", "RUNS", "SIGNATURES", "TRTLLM_GEN_UNUSED", "arrange"]
+__all__ = [
+    "CUSTOM_MASK",
+    "LAYOUTS",
+    "MASK_MODES",
+    "RUNS",
+    "SIGNATURES",
+    "TRTLLM_GEN_UNUSED",
+    "arrange",
+]
 
 LN2 = math.log(2.0)
 
@@ -211,6 +219,7 @@ RUNS = {
 }
 
 MASK_MODES = {False: 0, True: 1}  # by `AttentionSpec.causal`
+CUSTOM_MASK = 2
 LAYOUTS = {"NHD": 0, "HND": 1}
 
 # What these kernels are told about features that this library does not use.

@@ -73,11 +73,11 @@ class XQAFamily:
         self._quantized = quantized
         self._instead = instead
 
-    def fields(self, source: str) -> tuple[str, ...]:
+    def fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.fields`."""
         return ("xqa_page_table", "xqa_rows")
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.page_fields`."""
         return ("xqa_page_table",)
 

@@ -221,10 +221,10 @@ class KernelFamily(Protocol):
     recordable: bool
     """Whether `run` may be recorded in a CUDA graph: it neither waits nor allocates."""
 
-    def fields(self, source: str) -> tuple[str, ...]:
-        """Names of the metadata fields that `run` reads for this source, in order."""
+    def fields(self, launch: Launch) -> tuple[str, ...]:
+        """Names of the metadata fields that `run` reads for a launch, in order."""
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """Names of those among `fields` that hold page numbers, to which a layer is added."""
 
     def refuse(self, work: Work) -> str | None:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from interop.draft_masks import WORD, Mask, unpacked_rows
 from interop.plan import Launch
 from interop.spec import AttentionSpec
 
@@ -56,6 +57,7 @@ class _Call:
     rows: Rows
     scratch: Scratch
     tokens: int  # keys that a gathered block holds, over all its requests
+    masks: Mask | None = None  # [tokens, width], which of its request's rows each row sees
 
 
 class _Group(NamedTuple):
@@ -99,14 +101,15 @@ class ReferenceFamily:
     name = "reference"
     recordable = False
 
-    def fields(self, source: str) -> tuple[str, ...]:
+    def fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.fields`."""
-        paged = ("page_indices",) if source == "pages" else ()
-        return ("qo_indptr", "kv_indptr", "kv_lens", *paged)
+        paged = self.page_fields(launch)
+        masks = ("draft_masks",) if launch.draft_masks else ()
+        return ("qo_indptr", "kv_indptr", "kv_lens", *paged, *masks)
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.page_fields`."""
-        return ("page_indices",) if source == "pages" else ()
+        return ("page_indices",) if launch.source == "pages" else ()
 
     def refuse(self, work: Work) -> str | None:
         """See `KernelFamily.refuse`: it can do everything."""
@@ -119,7 +122,11 @@ class ReferenceFamily:
     def shape(self, work: Work, variant: int) -> tuple[Launch, dict[str, int]]:
         """See `KernelFamily.shape`: the constant says how many requests are worked on together."""
         alone = (1,) if work.invariant else ()
-        return Launch(self.name, work.source, work.spec, work.cache, alone), {}
+        masks = work.bucket.draft_masks
+        launch = Launch(
+            self.name, work.source, work.spec, work.cache, constants=alone, draft_masks=masks
+        )
+        return launch, {}
 
     def write(
         self,
@@ -146,7 +153,12 @@ class ReferenceFamily:
         tokens = max(1, min(BLOCK_ELEMENTS // width, LOGIT_ELEMENTS // spec.num_qo_heads))
         scratch = Scratch(operands.query.device)
         rows = Rows.of(launch, operands, scratch)
-        call = _Call(spec, operands, rows, scratch, tokens)
+        masks = None
+        if launch.draft_masks:
+            count = operands.query.shape[0]
+            bits = host_array(metadata["draft_masks"]).reshape(count, -1)
+            masks = unpacked_rows(bits, WORD * bits.shape[1])
+        call = _Call(spec, operands, rows, scratch, tokens, masks)
         # Sums run in another order where a request is padded to the length of others.
         most = launch.constants[0] if launch.constants else ROW_ELEMENTS // _row_elements(spec)
         for group in _groups(qo, kv_lens, first_page, tokens, max(1, most)):
@@ -202,7 +214,10 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
 
     # Keys that some row sees: first <= key < last, for each request.
     last, first = group.kv_lens[:, None], np.zeros((requests, 1), np.int64)
-    if spec.causal:
+    masks = None
+    if call.masks is not None:
+        masks = call.masks[source]
+    elif spec.causal:
         last = np.minimum(last, position[:, -1:] + 1)
     if spec.window_left >= 0:
         first = np.minimum(np.maximum(position[:, :1] - spec.window_left, 0), last - 1)
@@ -220,7 +235,9 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         torch.bmm(query, key.transpose(1, 2), out=logits)
         if spec.logits_soft_cap is not None:
             logits.div_(spec.logits_soft_cap).tanh_().mul_(spec.logits_soft_cap)
-        hidden = _hidden(spec, seen, first, last, position)
+        hidden = _hidden(spec, seen, first, last, position, spec.causal and masks is None)
+        if masks is not None:
+            hidden = _masked(masks, seen, group.kv_lens - group.query_lens, hidden)
         if hidden is not None:
             by_row = logits.view(*heads, -1)
             by_row.masked_fill_(place(hidden)[:, None, :, None], -math.inf)
@@ -259,20 +276,39 @@ def _attend_rows(call: _Call, group: _Group, offset: HostArray) -> None:
         put(operands.lse, total.log_().add_(top).masked_fill_(top == LOWEST, -math.inf))
 
 
+def _masked(masks: Mask, seen: HostArray, context: HostArray, hidden: Mask | None) -> Mask | None:
+    """Add to `hidden` what masks ``[requests, rows, width]`` hide of keys `seen` ``[keys]``.
+
+    `context` is ``[requests]``, tokens before each request's own.
+    """
+    column = seen - context[:, None]
+    if (column < 0).all():
+        return hidden
+    inside = np.clip(column, 0, masks.shape[2] - 1)[:, None]
+    shown = np.take_along_axis(masks, np.broadcast_to(inside, (*masks.shape[:2], seen.size)), 2)
+    unseen: Mask = ~shown & (column >= 0)[:, None]
+    return unseen if hidden is None else hidden | unseen
+
+
 def _hidden(
-    spec: AttentionSpec, seen: HostArray, first: HostArray, last: HostArray, position: HostArray
-) -> npt.NDArray[np.bool_] | None:
+    spec: AttentionSpec,
+    seen: HostArray,
+    first: HostArray,
+    last: HostArray,
+    position: HostArray,
+    causal: bool,
+) -> Mask | None:
     """Which of the keys `seen` ``[keys]`` a row does not see, ``[requests, rows or 1, keys]``.
 
     `None` where every row sees all of them. `first`, `last` ``[requests, 1]`` and `position`
-    ``[requests, rows]`` as in `_attend_rows`.
+    ``[requests, rows]`` as in `_attend_rows`; `causal` says whether rows see nothing after them.
     """
     rows = position.shape[1]
     if rows == 1 and seen[0] >= first.max() and seen[-1] < last.min():
         return None
     hidden = ((seen < first) | (seen >= last))[:, None]
     if rows > 1:
-        if spec.causal:
+        if causal:
             hidden = hidden | (seen > position[:, :, None])
         if spec.window_left >= 0:
             hidden = hidden | (seen < position[:, :, None] - spec.window_left)

@@ -85,12 +85,12 @@ class TrtllmGenFamily:
         self._context = context
         self._copied = copied
 
-    def fields(self, source: str) -> tuple[str, ...]:
+    def fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.fields`."""
         own = (f"{self.name}_pages", f"{self.name}_lens")
         return ("page_indices", *own) if self._copied else own
 
-    def page_fields(self, source: str) -> tuple[str, ...]:
+    def page_fields(self, launch: Launch) -> tuple[str, ...]:
         """See `KernelFamily.page_fields`; a table of copies knows nothing of layers."""
         return ("page_indices",) if self._copied else (f"{self.name}_pages",)
 
