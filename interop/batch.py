@@ -340,6 +340,25 @@ class RaggedBatch:
             )
         return used
 
+    def shared_pages(self, page_size: int) -> int:
+        """Pages with which the tables of all requests that have query tokens begin alike.
+
+        Whole pages of context only, so none has a token of this step; 0 where fewer than two
+        requests have query tokens. Page ids are taken as they are.
+        """
+        busy = self.query_lens.nonzero()[0]
+        if busy.size < 2:
+            return 0
+        table = self._checked_table(page_size)
+        first = table[busy, :1]
+        # Most batches share nothing, and this is all that they pay for.
+        if not table.shape[1] or first.tobytes() != first[:1].tobytes() * busy.size:
+            return 0
+        context = self.kv_lens[busy] - self.query_lens[busy]
+        most = int(context[context.argmin()]) // page_size
+        same = (table[busy, :most] == table[busy[0], :most]).all(axis=0)
+        return most if same.all() else int(same.argmin())
+
     def slot_mapping(self, page_size: int) -> IntArray:
         """Where this step's tokens are written: ``page * page_size + offset``, ``[tokens]`` int32.
 

@@ -24,7 +24,7 @@ from .errors import LengthError, PlanError, ShapeError
 from .fa2_shape import BLOCKS_PER_SM, FA2Shape
 from .host import INT32_MAX, ONE, host_ints
 
-__all__ = ["ChunkChoice", "choose_chunk", "flashinfer_chunk_pages"]
+__all__ = ["ChunkChoice", "choose_chunk", "flashinfer_chunk_pages", "reading_time"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -177,8 +177,8 @@ def best_chunk(shape: FA2Shape, work: Work) -> ChunkChoice:
         length_square = float((weight * length).dot(length))
         cut_at_least = float((length > (longest + 1) // 2).dot(weight))
 
-    slots = BLOCKS_PER_SM * shape.num_sms / shape.num_kv_heads
-    page_time = shape.page_size * shape.head_dim_v / 128
+    slots = _slots(shape)
+    page_time = _page_time(shape)
     full = max(TOKEN_BUSY, ROW_TOKEN * shape.cta_tile_q) * page_time
     alone = max(TOKEN_ALONE, ROW_TOKEN * shape.cta_tile_q) * page_time
     busy = full * total / slots
@@ -231,6 +231,30 @@ def best_chunk(shape: FA2Shape, work: Work) -> ChunkChoice:
             if time < least:
                 best, least = int(chunk), time
     return ChunkChoice(best, least + MERGE < unsplit)
+
+
+def _slots(shape: FA2Shape) -> float:
+    """Thread blocks of one KV head that run at a time."""
+    return BLOCKS_PER_SM * shape.num_sms / shape.num_kv_heads
+
+
+def _page_time(shape: FA2Shape) -> float:
+    """How many tokens of 128 elements a page is worth."""
+    return shape.page_size * shape.head_dim_v / 128
+
+
+def reading_time(shape: FA2Shape, tile_pages: int) -> float:
+    """Estimate the microseconds that a full card takes for query tiles to go over their pages.
+
+    Parameters
+    ----------
+    shape
+        The schedule's shape.
+    tile_pages
+        Pages of each query tile, summed over the tiles.
+    """
+    full = max(TOKEN_BUSY, ROW_TOKEN * shape.cta_tile_q) * _page_time(shape)
+    return full * tile_pages / _slots(shape)
 
 
 def choose_chunk(shape: FA2Shape, query_lens: object, kv_pages: object) -> ChunkChoice:

@@ -174,6 +174,10 @@ class LocalBatch(RaggedBatch):
         """Always `False`: that a request starts in this step says nothing of a rank's share."""
         return False
 
+    def shared_pages(self, page_size: int) -> int:
+        """None that count: attention over a rank's share reads each request by itself."""
+        return 0
+
     def page_indices(self, page_size: int, num_pages: int) -> IntArray:
         """Return the rank's page ids in use, request after request, ``[sum(counts)]`` int32.
 

@@ -25,7 +25,7 @@ from interop.fa2_shape import FA2Shape
 from interop.plan import AttentionPlan, Launch, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .dispatch import Part, device_facts, serve, works_of
+from .dispatch import Part, Way, device_facts, serve, works_of
 from .host_planning import check_specs
 from .kernels import FAMILIES, Device
 from .kernels.flashinfer_fa2 import MAX_SCRATCH_BYTES, NEVER_SPLIT, SPLIT, schedule_shape
@@ -110,7 +110,7 @@ def _static(
     if name != "reference":
         variant = _variant(served.whole, bucket, split, by_flashinfer)
         schedule = _schedule(served.whole, variant)
-    static = served.static(False, (variant,))
+    static = served.static(Way.WHOLE, (variant,))
     shape = DeviceShape(
         bucket,
         static.layout,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, lru_cache
 
 import torch
@@ -19,10 +20,11 @@ from interop.plan import Launch, MetadataLayout, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .choice_files import TWO_LAUNCHES, note_on, recorded
-from .kernels import DRAFT_MASKS, FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
+from .kernels import CASCADE, DRAFT_MASKS, FAMILIES, INVARIANT, Device, KernelFamily, Operands, Work
+from .kernels.cascade import MOST_PACKED_ROWS
 from .kernels.sinks import refuse
 
-__all__ = ["Choice", "Served", "device_facts", "run", "serve", "works_of"]
+__all__ = ["Choice", "Served", "Way", "cascade_of", "device_facts", "run", "serve", "works_of"]
 
 FALLBACKS = ("warn", "raise")
 
@@ -184,6 +186,14 @@ def works_of(
 Part = tuple[Work, KernelFamily]
 
 
+class Way(Enum):
+    """In which pieces a batch of a bucket is served."""
+
+    WHOLE = "all requests in one launch"
+    MIXED = "decodes, and then prefills"
+    CASCADE = "what all requests begin with once, and then the rest of each"
+
+
 class Served:
     """Who serves the pieces of work of a bucket, and the static parts that plans of it have.
 
@@ -198,6 +208,8 @@ class Served:
     by_length
         Whether all batches come as the two pieces of `mixed`, each request by its own length;
         else those do whose first requests are decodes.
+    cascade
+        As `whole`, for batches whose requests begin with the same pages, where that may pay.
     """
 
     def __init__(
@@ -206,27 +218,38 @@ class Served:
         mixed: tuple[Part, Part] | None = None,
         own: Part | None = None,
         by_length: bool = False,
+        cascade: Part | None = None,
     ) -> None:
         self.whole = whole
         self.mixed = mixed
         self.own = own
         self.by_length = by_length
-        self._statics: dict[tuple[bool, tuple[int, ...]], PlanStatic] = {}
+        self.cascade = cascade
+        self._statics: dict[tuple[Way, tuple[int, ...]], PlanStatic] = {}
 
-    def parts(self, mixed: bool) -> tuple[Part, ...]:
+    @property
+    def counts_shared(self) -> bool:
+        """Whether it matters how many pages requests share."""
+        return self.cascade is not None or self.whole[1].name == CASCADE
+
+    def parts(self, way: Way) -> tuple[Part, ...]:
         """Return the parts of a plan: those of `PlanStatic.main` and then its `own`."""
-        main = self.mixed if mixed and self.mixed is not None else (self.whole,)
+        main: tuple[Part, ...] = (self.whole,)
+        if way is Way.MIXED and self.mixed is not None:
+            main = self.mixed
+        elif way is Way.CASCADE and self.cascade is not None:
+            main = (self.cascade,)
         return main if self.own is None else (*main, self.own)
 
-    def static(self, mixed: bool, variants: tuple[int, ...]) -> PlanStatic:
+    def static(self, way: Way, variants: tuple[int, ...]) -> PlanStatic:
         """Static part of plans whose families chose these variants; one object for equal ones."""
-        key = (mixed, variants)
+        key = (way, variants)
         static = self._statics.get(key)
         if static is None:
-            static = self._statics[key] = self._assemble(mixed, variants)
+            static = self._statics[key] = self._assemble(way, variants)
         return static
 
-    def _assemble(self, mixed: bool, variants: tuple[int, ...]) -> PlanStatic:
+    def _assemble(self, way: Way, variants: tuple[int, ...]) -> PlanStatic:
         work = self.whole[0]
         sizes = {
             "qo_indptr": work.num_requests + 1,
@@ -242,7 +265,7 @@ class Served:
             rows, words = work.bucket.num_tokens, mask_words(work.bucket.max_query_len)
             sizes["draft_masks"] = max(rows * words, 1)
         launches = []
-        for (part, family), variant in zip(self.parts(mixed), variants, strict=True):
+        for (part, family), variant in zip(self.parts(way), variants, strict=True):
             launch, own_sizes = family.shape(part, variant)
             launches.append(launch)
             sizes |= own_sizes
@@ -295,7 +318,18 @@ def serve(
         # One family does both as well in one launch.
         if decodes[1] is not prefills[1]:
             return Served(served, mixed=(decodes, prefills))
-    return Served(served)
+    return Served(served, cascade=cascade_of(whole) if kernel is None else None)
+
+
+def cascade_of(work: Work) -> Part | None:
+    """Who serves batches that share pages, where reading them once may be faster."""
+    if work.device.kind == "cpu":
+        return None
+    family = FAMILIES[CASCADE]
+    packed = work.bucket.max_query_len * work.spec.group_size
+    if packed > MOST_PACKED_ROWS or _refusal(family, work) is not None:
+        return None
+    return work, family
 
 
 def run(launch: Launch, operands: Operands) -> None:

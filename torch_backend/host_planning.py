@@ -17,8 +17,9 @@ from interop.errors import ArgumentError, PlanError
 from interop.plan import PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
-from .dispatch import Part, Served, serve
+from .dispatch import Part, Served, Way, serve
 from .kernels import Decision, Device, Lengths
+from .kernels.cascade import cascade_pays
 
 __all__ = ["NewBuffer", "check_kinds", "check_specs", "host_buffer", "host_plan", "host_plans"]
 
@@ -150,15 +151,16 @@ def host_plans(
         bool(return_lse),
         bool(batch_invariant),
     )
-    by_choice = served.mixed is not None and not served.by_length
-    decodes = _leading_decodes(batch) if by_choice else 0
+    wholes = [_whole(each, page_size, served, rows, bucket.num_tokens) for each in batches]
+    way, decodes = _way(served, batches, wholes)
     prepared = [
-        _Prepared.of(each, cache_spec, served, rows, decodes, bucket.num_tokens) for each in batches
+        _Prepared.of(each, cache_spec, served, whole, way, decodes)
+        for each, whole in zip(batches, wholes, strict=True)
     ]
     # Where batches need different variants, the highest serves all of them.
     decided = [each.decisions for each in prepared]
     variants = [max(each[i].variant for each in decided) for i in range(len(decided[0]))]
-    static = served.static(decodes > 0 or served.by_length, tuple(variants))
+    static = served.static(way, tuple(variants))
     buffers = []
     for each in prepared:
         buffers.append(new_buffer(static.layout.words))
@@ -185,31 +187,34 @@ class _Prepared:
         batch: RaggedBatch,
         cache_spec: CacheSpec | None,
         served: Served,
-        rows: int,
+        whole: Lengths,
+        way: Way,
         decodes: int,
-        num_tokens: int,
     ) -> _Prepared:
         page_size, indices, slots = 1, None, None
         if cache_spec is not None:
             page_size = cache_spec.page_size
             indices = batch.page_indices(page_size, cache_spec.num_pages)
             slots = batch.slot_mapping(page_size)
-        pages = batch.pages(page_size)
-        whole = _lengths(batch, pages.counts, pages.indptr, rows, num_tokens)
-        parts = served.parts(decodes > 0 or served.by_length)
-        lengths = _split(whole, decodes) if decodes else [whole]
-        if served.by_length:
-            lengths = _split_by_length(whole, batch.num_requests)
+        parts, bucket = served.parts(way), served.whole[0].bucket
+        lengths = [whole]
+        if way is Way.MIXED:
+            by_length = served.by_length
+            lengths = (
+                _split_by_length(whole, batch.num_requests) if by_length else _split(whole, decodes)
+            )
         if served.own is not None:
             # Over its own rows a request has as many keys as queries.
-            own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, num_tokens)
+            rows = served.whole[0].num_requests
+            own = _lengths(batch, batch.query_lens, batch.qo_indptr, rows, bucket.num_tokens)
             lengths.append(own)
         decisions = [family.decide(work, lengths[i]) for i, (work, family) in enumerate(parts)]
-        bucket, masks = served.whole[0].bucket, None
+        masks = None
         if bucket.draft_masks:
             words = mask_words(bucket.max_query_len)
             masks = batch.draft_rows(words, served.whole[0].spec.causal)
-        return cls(parts, whole, lengths, decisions, pages.last_lens, slots, indices, masks)
+        last_lens = batch.pages(page_size).last_lens
+        return cls(parts, whole, lengths, decisions, last_lens, slots, indices, masks)
 
     def write(self, static: PlanStatic, variants: Sequence[int], buffer: IntArray) -> None:
         """Fill the metadata of a plan of these variants."""
@@ -227,6 +232,33 @@ class _Prepared:
         for i, (work, family) in enumerate(self.parts):
             decision = self.decisions[i]._replace(variant=variants[i])
             family.write(work, launches[i], self.lengths[i], decision, fields)
+
+
+def _whole(
+    batch: RaggedBatch, page_size: int, served: Served, rows: int, num_tokens: int
+) -> Lengths:
+    """Lengths of a batch for a launch over all of it."""
+    pages = batch.pages(page_size)
+    whole = _lengths(batch, pages.counts, pages.indptr, rows, num_tokens)
+    if served.counts_shared:
+        whole = replace(whole, shared_units=batch.shared_pages(page_size))
+    return whole
+
+
+def _way(
+    served: Served, batches: Sequence[RaggedBatch], wholes: Sequence[Lengths]
+) -> tuple[Way, int]:
+    """Choose in which pieces batches are served, and say how many decodes come first."""
+    if served.by_length:
+        return Way.MIXED, 0
+    if served.mixed is not None and (decodes := _leading_decodes(batches[0])):
+        return Way.MIXED, decodes
+    if served.cascade is not None:
+        work, _ = served.cascade
+        shares = zip(batches, wholes, strict=True)
+        if all(cascade_pays(work, each.query_lens, whole.shared_units) for each, whole in shares):
+            return Way.CASCADE, 0
+    return Way.WHOLE, 0
 
 
 def _leading_decodes(batch: RaggedBatch) -> int:

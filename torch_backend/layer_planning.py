@@ -150,6 +150,10 @@ class _OnceCounted(RaggedBatch):
             self._found[key] = self._batch.page_indices(page_size, num_pages)
         return self._found[key]
 
+    def shared_pages(self, page_size: int) -> int:
+        """See `RaggedBatch.shared_pages`."""
+        return self._batch.shared_pages(page_size)
+
     def slot_mapping(self, page_size: int) -> IntArray:
         """See `RaggedBatch.slot_mapping`."""
         key = (page_size,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from interop.plan import AttentionPlan, PlanStatic
 from interop.spec import AttentionSpec, CacheSpec
 
 from .cache import device_of
-from .dispatch import Choice, choose, device_facts, works_of
+from .dispatch import Choice, cascade_of, choose, device_facts, works_of
 from .host_planning import IntArray, NewBuffer, check_kinds, check_specs, host_plan
+from .kernels.cascade import cascade_pays
 
 __all__ = [
     "check_cache_spec",
@@ -183,7 +185,14 @@ def explain(
     works = works_of(
         spec, cache_spec, dtype, bucket, batch.num_requests, facts, return_lse, batch_invariant
     )
-    return tuple(choose(work) for work in works)
+    choices = [choose(work) for work in works]
+    if len(works) == 1 and (cascade := cascade_of(works[0])) is not None:
+        work, family = cascade
+        shared = batch.shared_pages(work.cache.page_size if work.cache is not None else 1)
+        if cascade_pays(work, batch.query_lens, shared):
+            note = f"all requests begin with the same {shared} pages"
+            choices[0] = replace(choices[0], family=family.name, note=note)
+    return tuple(choices)
 
 
 def check_cache_spec(cache_spec: object) -> None:

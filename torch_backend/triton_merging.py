@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["combine", "merge", "scale"]
+__all__ = ["combine", "merge", "merge_into", "scale"]
 
 # Elements of output that one program computes, where a head is not wider.
 BLOCK = 1024
@@ -98,11 +98,13 @@ def _combine(
 @triton.jit(do_not_specialize=["rows"])
 def _merge(
     out_a, lse_a, out_b, lse_b, merged, lse, rows, width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program ``b`` merges rows ``b * ROWS`` and following of two contiguous states."""
     row, _, _, inside = _rows(rows, 1, ROWS)
     a, b = _load_lse(lse_a, row, inside), _load_lse(lse_b, row, inside)
+    if FACTOR != 1.0:
+        a, b = a * FACTOR, b * FACTOR
     floor = _floor(tl.maximum(a, b))
     a, b = tl.exp(a - floor), tl.exp(b - floor)
     divisor, whole = _finish(floor, a + b)
@@ -154,10 +156,36 @@ def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """See `merging.merge_states`; arguments are checked there."""
     result, lse = _results(out_a)
-    states = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
-    rows, width = lse.numel(), out_a.shape[2]
-    _launch(_merge, rows, width, *states, result, lse, rows, width)
+    out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
+    merge_into(out_a, lse_a, out_b, lse_b, result, lse)
     return result, lse
+
+
+def merge_into(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    merged: Tensor,
+    lse: Tensor,
+    factor: float = 1.0,
+) -> None:
+    """Merge two states into tensors that are there, in one launch.
+
+    Parameters
+    ----------
+    out_a, lse_a, out_b, lse_b
+        As for `merging.merge_states`, contiguous.
+    merged, lse
+        Like them, written. `merged` may be one of the outputs, `lse` none of the LSE: several warps
+        read these, and one may write before another has read.
+    factor
+        What turns the LSE that come in into natural logarithms.
+    """
+    rows, width = lse.numel(), merged.shape[2]
+    _launch(
+        _merge, rows, width, out_a, lse_a, out_b, lse_b, merged, lse, rows, width, FACTOR=factor
+    )
 
 
 def scale(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -184,7 +212,7 @@ def _results(out: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.empty(shape[:2], dtype=torch.float32, device=device)
 
 
-def _launch(kernel: Any, rows: int, width: int, *arguments: Any, **constants: int) -> None:
+def _launch(kernel: Any, rows: int, width: int, *arguments: Any, **constants: float) -> None:
     """Launch a kernel for `rows` outputs of `width` elements, where its first argument lies."""
     wide = triton.next_power_of_2(width)
     many = max(1, BLOCK // wide)

@@ -77,6 +77,13 @@ class EngineRequests(RaggedBatch):
 
     __slots__ = ()
 
+    def shared_pages(self, page_size: int) -> int:
+        """As `RaggedBatch.shared_pages`; block 0 in all tables is no prefix, it is a warm-up."""
+        table = self.page_table
+        if table is None or not table.shape[1] or table[0, 0] == NULL_BLOCK:
+            return 0
+        return super().shared_pages(page_size)
+
     def slot_mapping(self, page_size: int) -> IntArray:
         """As `RaggedBatch.slot_mapping`, with -1 for tokens of block 0."""
         rows, pages, offsets = self._new_tokens(page_size)

@@ -16,6 +16,7 @@ that ``fa2`` is not compiled for | |
 | ``trtllm_gen_8bit`` | prefill from 8-bit pages on 10.0 and 10.3, by a copy, where it is named; \
 never run on hardware | |
 | ``reference`` | everything, on any device | |
+| ``cascade`` | batches whose requests begin with the same pages, where that pays (`dispatch`) | |
 
 Each refuses what its kernels do not do, with the reason. A mixed batch, decodes before prefills, is
 two launches where ``fa2`` and ``fa3`` would each serve one kind (`dispatch.MIXED_LEAST_QUERY_LEN`).
@@ -23,6 +24,7 @@ two launches where ``fa2`` and ``fa3`` would each serve one kind (`dispatch.MIXE
 
 from __future__ import annotations
 
+from .cascade import CascadeFamily
 from .flashinfer_fa2 import FA2Family, FlashInferPlannedFamily
 from .flashinfer_fa2_invariant import InvariantFA2Family
 from .flashinfer_fa3 import FA3Family
@@ -32,6 +34,7 @@ from .reference import ReferenceFamily
 from .trtllm_gen import TrtllmGenFamily
 
 __all__ = [
+    "CASCADE",
     "DRAFT_MASKS",
     "FAMILIES",
     "INVARIANT",
@@ -56,8 +59,12 @@ _IN_ORDER: tuple[KernelFamily, ...] = (
     XQAFamily("xqa_16bit", quantized=False),
     TrtllmGenFamily("trtllm_gen_8bit", context=True, copied=True),
     ReferenceFamily(),
+    CascadeFamily(),
 )
 FAMILIES: dict[str, KernelFamily] = {family.name: family for family in _IN_ORDER}
+
+CASCADE = CascadeFamily.name
+"""The family that reads pages once that all requests begin with."""
 
 INVARIANT = ("fa2_invariant", "reference")
 """Families that can leave what they compute for a request independent of all others."""

@@ -43,7 +43,13 @@ from .flashinfer_fa import (
 from .flashinfer_refusals import needs_capability
 from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
-__all__ = ["FA2Family", "FlashInferPlannedFamily", "place_rows", "schedule_shape"]
+__all__ = [
+    "FA2Family",
+    "FlashInferPlannedFamily",
+    "balanced_shape",
+    "place_rows",
+    "schedule_shape",
+]
 
 FA2_LEAST_CAPABILITY = (8, 0)
 
@@ -236,7 +242,7 @@ class FA2Family:
             finish(operands)
 
     def _shape(self, work: Work, variant: int) -> FA2Shape:
-        return _balanced_shape(work, variant == SPLIT)
+        return balanced_shape(work, variant == SPLIT)
 
     def _scales_output(self, launch: Launch) -> bool:
         # A launch that comes after this one scales its own rows only.
@@ -363,7 +369,7 @@ def schedule_shape(work: Work, *, cta_tile_q: int, capacity: int) -> FA2Shape:
 
 
 @lru_cache(maxsize=4096)
-def _balanced_shape(work: Work, split: bool) -> FA2Shape:
+def balanced_shape(work: Work, split: bool) -> FA2Shape:
     """Shape for `interop.schedule`'s own chunks, with room for the request that is padding."""
     spec, bucket = work.spec, work.bucket
     shape = fa2_shape(

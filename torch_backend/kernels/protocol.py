@@ -117,6 +117,9 @@ class Lengths:
         ``[num_requests + 1]`` offsets of the requests' rows and units.
     first
         Requests before this one belong to another launch; their `query_lens` are 0 here.
+    shared_units
+        Units with which all requests that have query rows begin, and which have none of this step's
+        tokens; counted only for families that read them once for all.
     """
 
     query_lens: IntArray
@@ -125,6 +128,7 @@ class Lengths:
     qo_indptr: IntArray
     kv_indptr: IntArray
     first: int = 0
+    shared_units: int = 0
 
 
 class Decision(NamedTuple):
