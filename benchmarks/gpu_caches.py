@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 import jax_frontend
@@ -17,6 +15,7 @@ from torch_backend import PagedKVCache
 
 from .gpu_steps import (
     DTYPE,
+    FRONT_ENDS,
     GraphStep,
     layers_for,
     new_cache,
@@ -25,11 +24,10 @@ from .gpu_steps import (
     time_jax,
     time_torch,
     to_jax_query,
-    torch_layers,
 )
 from .recording import Run
 from .timing import Timing
-from .workload import PAGE_SIZE, SPEC, bucket_of, decode_shape, kv_bytes, make_batch, pages_for
+from .workload import PAGE_SIZE, SPEC, decode_shape, kv_bytes, make_batch, pages_for
 
 __all__ = ["append", "quantised"]
 
@@ -162,54 +160,11 @@ def quantised(run: Run) -> None:
         )
         for name, dtype, scales, options in settings:
             cache = new_cache(layers, pages_for(lengths), dtype, scales)
-            for front_end, measure in (("PyTorch graph", _torch), ("JAX unrolled", _jax)):
+            for front_end, measure in FRONT_ENDS.items():
                 case = f"{name}, {front_end}"
                 with run.attempt(case, shape):
-                    timing, family = measure(run, cache, batch, query, layers, options)
+                    timing, family = measure(run, MODEL, cache, batch, query, layers, **options)
                     per_layer = timing.scaled(1e6 / layers)
                     run.add(case, shape, per_layer, "us/layer", family=family)
             del cache
             torch.cuda.empty_cache()
-
-
-Measured = tuple[Timing, str]
-
-
-def _torch(
-    run: Run,
-    cache: PagedKVCache,
-    batch: RaggedBatch,
-    query: torch.Tensor,
-    layers: int,
-    options: dict[str, Any],
-) -> Measured:
-    plan = torch_backend.plan(
-        MODEL, cache.spec, batch, bucket=bucket_of(batch), device=cache.device, **options
-    )
-    graph = GraphStep(lambda: torch_layers(query, cache, plan, layers), plan)
-    return time_torch(run, graph), plan.static.main[0].family
-
-
-def _jax(
-    run: Run,
-    cache: PagedKVCache,
-    batch: RaggedBatch,
-    query: torch.Tensor,
-    layers: int,
-    options: dict[str, Any],
-) -> Measured:
-    kv = jax_frontend.cache_handle(cache)
-    plan = jax_frontend.plan(MODEL, cache.spec, batch, bucket=bucket_of(batch), **options)
-
-    def step(x: jax.Array, kv: Any, plan: AttentionPlan[jax.Array]) -> jax.Array:
-        x = x * 2
-        for layer in range(layers):
-            x = jax_frontend.attend(x, kv, plan, layer)
-        return jnp.asarray(x * 2)
-
-    program: Callable[..., jax.Array] = jax.jit(step)
-    rows = to_jax_query(query)
-    try:
-        return time_jax(run, lambda: program(rows, kv, plan)), plan.static.main[0].family
-    finally:
-        release(kv)

@@ -16,15 +16,18 @@ import torch
 
 import jax_frontend
 import torch_backend
-from interop import AttentionPlan, RaggedBatch
+from interop import AttentionPlan, AttentionSpec, RaggedBatch
 from torch_backend import PagedKVCache
 
 from .recording import Run
 from .timing import Timing, measure
-from .workload import PAGE_SIZE, SPEC
+from .workload import PAGE_SIZE, SPEC, bucket_of
 
 __all__ = [
+    "FRONT_ENDS",
     "GraphStep",
+    "attend_jax",
+    "attend_torch",
     "flashinfer_layers",
     "jax_step",
     "layers_for",
@@ -277,3 +280,56 @@ def read_bandwidth(run: Run) -> tuple[Timing, str]:
         )
     best = max(found, key=lambda name: found[name].median)
     return found[best], best
+
+
+def attend_torch(
+    run: Run,
+    spec: AttentionSpec,
+    cache: PagedKVCache,
+    batch: RaggedBatch,
+    query: torch.Tensor,
+    layers: int,
+    **options: Any,
+) -> tuple[Timing, str]:
+    """Seconds of `layers` attentions in a CUDA graph, and the family that served.
+
+    `options` are those of `torch_backend.plan`; the bucket is the batch's own sizes.
+    """
+    options = {"bucket": bucket_of(batch)} | options
+    plan = torch_backend.plan(spec, cache.spec, batch, device=cache.device, **options)
+    graph = GraphStep(lambda: torch_layers(query, cache, plan, layers), plan)
+    return time_torch(run, graph), plan.static.main[0].family
+
+
+def attend_jax(
+    run: Run,
+    spec: AttentionSpec,
+    cache: PagedKVCache,
+    batch: RaggedBatch,
+    query: torch.Tensor,
+    layers: int,
+    **options: Any,
+) -> tuple[Timing, str]:
+    """As `attend_torch`, in a jitted program."""
+    options = {"bucket": bucket_of(batch)} | options
+    kv = jax_frontend.cache_handle(cache)
+    plan = jax_frontend.plan(spec, cache.spec, batch, **options)
+
+    def step(x: jax.Array, kv: Any, plan: AttentionPlan[jax.Array]) -> jax.Array:
+        x = x * 2
+        for layer in range(layers):
+            x = jax_frontend.attend(x, kv, plan, layer)
+        return jnp.asarray(x * 2)
+
+    program: Callable[..., jax.Array] = jax.jit(step)
+    rows = to_jax_query(query)
+    try:
+        return time_jax(run, lambda: program(rows, kv, plan)), plan.static.main[0].family
+    finally:
+        release(kv)
+
+
+FRONT_ENDS: dict[str, Callable[..., tuple[Timing, str]]] = {
+    "PyTorch graph": attend_torch,
+    "JAX unrolled": attend_jax,
+}
