@@ -104,6 +104,8 @@ def _family_named(work: Work, kernel: str) -> KernelFamily:
         raise ArgumentError(
             "kernel", given=repr(kernel), wanted=f"None, or one of {', '.join(FAMILIES)}"
         )
+    # Asked for by name, a family serves what it can, however slowly.
+    work = replace(work, any_speed=True)
     if (reason := _refusal(family, work)) is not None:
         able = [name for name, other in FAMILIES.items() if _refusal(other, work) is None]
         raise UnsupportedError(
@@ -323,11 +325,11 @@ def serve(
 
 def cascade_of(work: Work) -> Part | None:
     """Who serves batches that share pages, where reading them once may be faster."""
-    if work.device.kind == "cpu":
+    packed = work.bucket.max_query_len * work.spec.group_size
+    if work.device.kind == "cpu" or packed > MOST_PACKED_ROWS:
         return None
     family = FAMILIES[CASCADE]
-    packed = work.bucket.max_query_len * work.spec.group_size
-    if packed > MOST_PACKED_ROWS or _refusal(family, work) is not None:
+    if _refusal(family, replace(work, any_speed=True)) is not None:
         return None
     return work, family
 

@@ -95,7 +95,7 @@ def _combine(
     tl.store(combined + place, total.to(combined.dtype.element_ty), mask=within)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_a", "lse_b", "lse"])
 def _merge(
     out_a, lse_a, out_b, lse_b, merged, lse, rows, width,
     FACTOR: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -49,6 +49,7 @@ __all__ = [
     "balanced_shape",
     "place_rows",
     "schedule_shape",
+    "with_masks",
 ]
 
 FA2_LEAST_CAPABILITY = (8, 0)
@@ -195,10 +196,7 @@ class FA2Family:
         """See `KernelFamily.run`."""
         call = _ready_fa2(launch)
         metadata, query, lse = operands.metadata, operands.query, operands.lse
-        options = call.options
-        if launch.draft_masks:
-            masks = (metadata[name] for name in MASK_FIELDS)
-            options = (*options[:MASK_AT], *masks, *options[MASK_AT + len(MASK_FIELDS) :])
+        options = with_masks(call.options, metadata) if launch.draft_masks else call.options
         scaled = launch.source == "pages" and launch.cache is not None and launch.cache.quantized
         if scaled:
             query = _scaled_query(launch, operands)
@@ -247,6 +245,12 @@ class FA2Family:
     def _scales_output(self, launch: Launch) -> bool:
         # A launch that comes after this one scales its own rows only.
         return True
+
+
+def with_masks(options: tuple[Any, ...], metadata: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a call's options with the masks that `MASK_FIELDS` name."""
+    masks = (metadata[name] for name in MASK_FIELDS)
+    return (*options[:MASK_AT], *masks, *options[MASK_AT + len(MASK_FIELDS) :])
 
 
 def place_rows(shape: FA2Shape, qo_indptr: IntArray, schedule: IntArray) -> None:
