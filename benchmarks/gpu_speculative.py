@@ -16,6 +16,8 @@ from .workload import SPEC, bucket_of, decode_shape, kv_bytes, make_batch, pages
 
 __all__ = ["speculative"]
 
+# Requests and context.
+SHAPES = ((32, 4096), (8, 32768), (128, 2048), (32, 1024), (8, 1024), (8, 256))
 DRAFTS = 8
 SCALES = (0.02, 0.03)
 
@@ -30,7 +32,7 @@ def tree_of(drafts: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 def speculative(run: Run) -> None:
     """A step of eight tokens a request against one of one token, at the same contexts."""
-    for requests, context in ((32, 4096),) if run.quick else ((32, 4096), (8, 32768), (128, 2048)):
+    for requests, context in SHAPES[:1] if run.quick else SHAPES:
         lengths = [context] * requests
         layers = layers_for(kv_bytes(lengths))
         shape = decode_shape(requests, context, layers=layers)
@@ -48,6 +50,7 @@ def speculative(run: Run) -> None:
                 ("one token", one, {}),
                 (f"{DRAFTS} in a chain", chain, {}),
                 (f"{DRAFTS} in a tree", tree, {}),
+                (f"{DRAFTS} in a tree, one launch", tree, {"kernel": "fa2"}),
                 (f"{DRAFTS} in a chain, XQA", chain, {"kernel": "xqa_draft"}),
                 (f"{DRAFTS} in a tree, XQA", tree, {"kernel": "xqa_draft"}),
             ):
