@@ -275,7 +275,12 @@ def _check_heads(spec: AttentionSpec, shards: TokenShards) -> None:
         )
 
 
-def check_dcp(spec: AttentionSpec, cache_spec: CacheSpec | None, shards: TokenShards) -> None:
+def check_dcp(
+    spec: AttentionSpec,
+    cache_spec: CacheSpec | None,
+    shards: TokenShards,
+    kernel: str | None = None,
+) -> None:
     """Refuse what cannot be computed over a cache that is spread over ranks.
 
     Parameters
@@ -286,6 +291,8 @@ def check_dcp(spec: AttentionSpec, cache_spec: CacheSpec | None, shards: TokenSh
         The cache of one rank.
     shards
         How tokens are spread over the ranks.
+    kernel
+        The kernel family that was asked for.
 
     Raises
     ------
@@ -300,6 +307,12 @@ def check_dcp(spec: AttentionSpec, cache_spec: CacheSpec | None, shards: TokenSh
             given="None",
             wanted="a CacheSpec, whose tokens the ranks share",
             remedy="Plan attention without a cache on each rank by itself.",
+        )
+    if kernel == "cascade":
+        raise ArgumentError(
+            "kernel",
+            given="'cascade' with decode context parallelism",
+            wanted="another one, or None: a rank reads its share of each request by itself",
         )
     if spec.sliding_window is not None:
         # Rank r holds positions r, r + R, ...: W of its tokens reach back R times as far as W

@@ -139,7 +139,7 @@ def _plan(
             remedy="Make the mesh with it: jax.make_mesh((ranks,), ('dcp',)).",
         )
     shards = TokenShards(mesh.shape[axis_name], interleave)
-    check_dcp(spec, cache_spec, shards)
+    check_dcp(spec, cache_spec, shards, kernel)
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     device: jax.Device = mesh.local_devices[0]
     where = torch.device("cpu")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from families import VARIANTS, need, only
+from families import FA2, VARIANTS, need, only
 from hypothesis import given, settings
 from problem import (
     NUMPY_DTYPES,
@@ -56,13 +56,24 @@ class Target:
 
     device: str
     key: ModuleKey | None = None
+    family: str = ""
+    """The kernel family, where it is not the module's own or the reference."""
 
     def __str__(self) -> str:
-        return f"{self.device} {self.key or 'reference'}"
+        what = [self.device, str(self.key or "reference"), self.family]
+        return " ".join(filter(None, what))
 
     @property
     def space(self) -> Space:
         """Problems that the target computes."""
+        if self.family:
+            # Both launches count from a request's end, so windows are refused.
+            drafts = (self.family == "fa2_drafts",)
+            return replace(self._space, sliding_windows=(None,), draft_masks=drafts)
+        return self._space
+
+    @property
+    def _space(self) -> Space:
         if self.key is None:
             return REFERENCE
         return Space(
@@ -78,6 +89,8 @@ class Target:
     def paged(self) -> st.SearchStrategy[Problem]:
         """Problems over pages; a kernel is not launched where there are no rows."""
         problems = paged_problems(self.space)
+        if self.family:
+            problems = problems.filter(lambda it: not _reads_own_rows(it))
         return problems if self.key is None else problems.filter(lambda it: len(it.query) > 0)
 
     def ragged(self) -> st.SearchStrategy[Problem]:
@@ -97,25 +110,42 @@ class Target:
         if self.device == "cuda":
             # A small problem is no faster there, and under jit each is compiled.
             count = settings().max_examples // (5 if share == 1 else 25)
-        with only("reference" if self.key is None else self.key.backend):
+        with only(self.family or ("reference" if self.key is None else self.key.backend)):
             settings(max_examples=max(1, count))(given(*drawn)(body))()
 
+
+def _reads_own_rows(problem: Problem) -> bool:
+    """Whether a call with keys and values attends to these and not to pages."""
+    if problem.bucket is not None:
+        return problem.bucket.without_context
+    return problem.batch.without_context and problem.draft_masks is None
+
+
+PLAIN_FA2 = [key for key in FA2 if not key.window]
 
 # Under jit every new shape is compiled, which takes longer than all the rest.
 JITTED = 4
 
 
-def _on(device: str, *keys: ModuleKey | None) -> list[Any]:
+def _on(device: str, *keys: ModuleKey | None, family: str = "") -> list[Any]:
     marks = [pytest.mark.gpu] if device == "cuda" else []
-    return [pytest.param(Target(device, key), marks=marks) for key in keys]
+    return [pytest.param(Target(device, key, family), marks=marks) for key in keys]
 
 
 on_devices = pytest.mark.parametrize("target", _on("cpu", None) + _on("cuda", None), ids=str)
-on_all = pytest.mark.parametrize("target", _on("cpu", None) + _on("cuda", None, *VARIANTS), ids=str)
+ALL = _on("cpu", None) + _on("cuda", None, *VARIANTS)
+on_all = pytest.mark.parametrize("target", ALL, ids=str)
+# Those that read pages alone.
+TWO_LEVELS = [
+    target
+    for family in ("cascade", "fa2_drafts")
+    for target in _on("cpu", None, family=family) + _on("cuda", *PLAIN_FA2, family=family)
+]
+over_pages = pytest.mark.parametrize("target", ALL + TWO_LEVELS, ids=str)
 
 
 @calls
-@on_all
+@over_pages
 def test_torch_over_pages(target: Target, call: Call) -> None:
     def body(problem: Problem) -> None:
         assert_close(run_torch(problem, target.device, call), problem, target.key)
@@ -132,7 +162,7 @@ def test_torch_without_cache(target: Target) -> None:
 
 
 @cache_kinds
-@on_all
+@over_pages
 def test_jax_over_pages(target: Target, kind: CacheKind) -> None:
     def body(problem: Problem, call: Call, traced_layer: bool) -> None:
         got = run_jax(problem, target.device, kind, call, traced_layer=traced_layer)

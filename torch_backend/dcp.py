@@ -93,7 +93,7 @@ def plan(
         check_kinds(spec, batch, bucket)
         check_cache_spec(cache_spec)
         shards = TokenShards(size, interleave)
-        check_dcp(spec, cache_spec, shards)
+        check_dcp(spec, cache_spec, shards, kernel)
         return _plan(spec, cache_spec, batch, shards, rank, bucket, device, fallback, kernel)
 
     if not verify:

@@ -24,7 +24,17 @@ from .kernels import CASCADE, DRAFT_MASKS, FAMILIES, INVARIANT, Device, KernelFa
 from .kernels.cascade import MOST_PACKED_ROWS
 from .kernels.sinks import refuse
 
-__all__ = ["Choice", "Served", "Way", "cascade_of", "device_facts", "run", "serve", "works_of"]
+__all__ = [
+    "Choice",
+    "Served",
+    "Way",
+    "cascade_of",
+    "device_facts",
+    "refusal",
+    "run",
+    "serve",
+    "works_of",
+]
 
 FALLBACKS = ("warn", "raise")
 
@@ -74,7 +84,7 @@ class Choice:
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refusals])
 
 
-def _refusal(family: KernelFamily, work: Work) -> str | None:
+def refusal(family: KernelFamily, work: Work) -> str | None:
     """Why a family does not serve `work`; `None` if it can."""
     if work.invariant and family.name not in INVARIANT:
         return "what it computes for a request depends on the rest of the batch"
@@ -89,7 +99,7 @@ def choose(work: Work) -> Choice:
     measured = recorded(work)
     for name, candidate in FAMILIES.items():
         chosen = measured is not None and measured.family == name
-        reason = _refusal(candidate, replace(work, any_speed=True) if chosen else work)
+        reason = refusal(candidate, replace(work, any_speed=True) if chosen else work)
         if reason is not None:
             refusals.append((name, reason))
         elif family is None or chosen:
@@ -106,8 +116,8 @@ def _family_named(work: Work, kernel: str) -> KernelFamily:
         )
     # Asked for by name, a family serves what it can, however slowly.
     work = replace(work, any_speed=True)
-    if (reason := _refusal(family, work)) is not None:
-        able = [name for name, other in FAMILIES.items() if _refusal(other, work) is None]
+    if (reason := refusal(family, work)) is not None:
+        able = [name for name, other in FAMILIES.items() if refusal(other, work) is None]
         raise UnsupportedError(
             f"kernel {kernel!r} cannot serve attention over {work.source}: {reason}. "
             f"These can: {', '.join(able) or 'none'}. Leave kernel out to have one chosen."
@@ -329,7 +339,7 @@ def cascade_of(work: Work) -> Part | None:
     if work.device.kind == "cpu" or packed > MOST_PACKED_ROWS:
         return None
     family = FAMILIES[CASCADE]
-    if _refusal(family, replace(work, any_speed=True)) is not None:
+    if refusal(family, replace(work, any_speed=True)) is not None:
         return None
     return work, family
 

@@ -32,8 +32,8 @@ from .choice_files import (
     set_active,
     work_class,
 )
-from .dispatch import serve
-from .kernels import FAMILIES, Work
+from .dispatch import refusal, serve
+from .kernels import CASCADE, FAMILIES, Work
 from .measured_steps import Step, median_time
 from .planning import device_for, plan
 
@@ -217,7 +217,10 @@ def _candidates(work: Work, kernels: Sequence[str] | None) -> list[str]:
             )
     names = FAMILIES if kernels is None else kernels
     asked = replace(work, any_speed=True)
-    able = [name for name in names if FAMILIES[name].refuse(asked) is None]
+    able = [name for name in names if refusal(FAMILIES[name], asked) is None]
+    if kernels is None:
+        # What is measured shares no pages.
+        able = [name for name in able if name != CASCADE]
     if kernels is None and work.device.kind != "cpu" and len(able) > 1:
         able = [name for name in able if name != "reference"]
     return able

@@ -119,6 +119,9 @@ def test_a_kernel_can_be_asked_for_by_name() -> None:
         ArgumentError, match="kernel: got 'fa9', want None, or one of fa3, xqa, trtllm_gen"
     ):
         plan("fa9")
-    wanted = "kernel 'fa3' cannot serve.*capability 9.0.*These can: fa2, fa2_flashinfer, reference"
+    wanted = (
+        "kernel 'fa3' cannot serve.*capability 9.0.*These can: fa2, fa2_flashinfer, cascade, "
+        "reference"
+    )
     with pytest.raises(UnsupportedError, match=wanted):
         plan("fa3", A100)

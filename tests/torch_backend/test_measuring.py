@@ -81,6 +81,7 @@ def test_a_measurement_on_the_cpu(tmp_path: Path) -> None:
         "num_tokens": 8,
         "num_pages": 32,
         "max_query_len": 4,
+        "draft_masks": False,
         "without_context": False,
     }
     assert "num_pages" not in choice["work"]["cache"]

@@ -65,7 +65,7 @@ class CascadeFamily(TwoLevelFamily):
         if work.device.kind == "cpu":
             return Decision()
         _, rest = self.levels(work, lengths)
-        choice = choose_chunk(_shapes(work, SPLIT)[1], rest.query_lens, rest.pages)
+        choice = choose_chunk(_shapes(work, SPLIT)[1], rest.query_lens, rest.pages_seen)
         return Decision(SPLIT if choice.split else NEVER_SPLIT, choice.pages)
 
     def chunks(self, decision: Decision) -> tuple[int | None, int | None]:

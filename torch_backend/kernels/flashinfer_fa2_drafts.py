@@ -32,7 +32,9 @@ from .two_levels import Level, TwoLevelFamily, interleaved
 __all__ = ["LEAST_TOKENS", "DraftsFA2Family"]
 
 # Tokens in the pages of a bucket, from which on two launches are faster than one with a mask.
-LEAST_TOKENS = 8192
+# Measured on one H200 with eight drafts a request (bf16, 32 query heads, 8 KV heads, head_dim 128),
+# us a layer, two launches against one: 38 against 35 at 8 x 1024, 59 against 86 at 32 x 1024.
+LEAST_TOKENS = 16384
 
 _FA2 = FA2Family()
 
@@ -72,7 +74,7 @@ class DraftsFA2Family(TwoLevelFamily):
             return Decision()
         context, _ = self.levels(work, lengths)
         shape = _shapes(work, SPLIT)[0]
-        choice = choose_chunk(shape, context.query_lens, context.pages)
+        choice = choose_chunk(shape, context.query_lens, context.pages_seen)
         split = choice.split and shape.scratch_bytes < MAX_SCRATCH_BYTES
         return Decision(SPLIT if split else NEVER_SPLIT, choice.pages)
 

@@ -65,6 +65,11 @@ class Level(NamedTuple):
     kv_lens: IntArray
     first_page: int = 0
 
+    @property
+    def pages_seen(self) -> IntArray:
+        """Pages of the requests that have query rows, 0 for the others: what is scheduled."""
+        return np.where(self.query_lens > 0, self.pages, np.int32(0))
+
 
 def interleaved(even: IntArray, odd: IntArray) -> IntArray:
     """Return ``[2 n]``: one entry of each in turn."""
@@ -168,7 +173,7 @@ class TwoLevelFamily(ABC):
                 plan_fa2(
                     shape,
                     level.query_lens,
-                    level.pages,
+                    level.pages_seen,
                     kv_chunk_pages=chunk,
                     out=fields[f"{name}_schedule"],
                 )
