@@ -125,6 +125,7 @@ class StoredStep:
             "causal": self.spec.causal,
             "sliding_window": self.spec.sliding_window,
             "logits_soft_cap": self.spec.logits_soft_cap,
+            "draft_masks": self.batch.draft_masks,
         }
         query = self.query.float().cpu().numpy()
         out, lse = oracle.paged_attention(query, keys, values, *lens, table, **features)
@@ -146,12 +147,15 @@ def new_stored_step(
     query_dtype: str = "bfloat16",
     device: str = "cuda",
     seed: int = 0,
+    shared_pages: int = 0,
+    draft_masks: Array | None = None,
     **features: Any,
 ) -> StoredStep:
     """Make a step in the second of three layers, whose scales all differ.
 
     Pages are in random order, three of them nobody's, and all are full of numbers. Queries fit
-    e4m3, so that a kernel that rounds them to it changes nothing.
+    e4m3, so that a kernel that rounds them to it changes nothing. Requests have the first
+    `shared_pages` in common, as many of them as their context fills.
     """
     spec = AttentionSpec(*heads, width, dtype=query_dtype, **features)
     counts = [-(-n // page_size) for n in kv_lens]
@@ -159,6 +163,9 @@ def new_stored_step(
     order = np.random.default_rng(seed).permutation(sum(counts) + 3)
     for row, ids in zip(table, np.split(order, np.cumsum(counts))[:-1], strict=True):
         row[: len(ids)] = ids
+    for row, query, kv in zip(table, query_lens, kv_lens, strict=True):
+        common = min(shared_pages, (kv - query) // page_size)
+        row[:common] = table[int(np.argmax(kv_lens)), :common]
     num_layers, quantized = 3, dtype.startswith("float8")
     cache = PagedKVCache(
         spec,
@@ -182,7 +189,27 @@ def new_stored_step(
     query = normal(rows, heads[0], width).to(torch.float8_e4m3fn)
     query = query.to(getattr(torch, query_dtype))
     query[sum(query_lens) :] = torch.nan
-    return StoredStep(spec, cache, RaggedBatch(query_lens, kv_lens, table), bucket, 1, query)
+    batch = RaggedBatch(query_lens, kv_lens, table, draft_masks=draft_masks)
+    return StoredStep(spec, cache, batch, bucket, 1, query)
+
+
+def spoil(step: StoredStep, nothing: float, past_the_end: float) -> None:
+    """Write over the pages of nobody and of other layers, and over the ends of pages in use."""
+    cache, shape = step.cache, step.cache.spec
+    pages = step.batch.pages(shape.page_size)
+    owned = step.batch.page_indices(shape.page_size, shape.num_pages)
+    used = torch.zeros(shape.num_pages, shape.page_size, dtype=torch.int64)
+    used[owned] = 1
+    ends = owned[pages.indptr[1:][pages.counts > 0] - 1]
+    for page, length in zip(ends, pages.last_lens[pages.counts > 0], strict=True):
+        used[page, length:] = 2
+    used = used.to(cache.device)[:, :, None, None]
+    if shape.layout == "HND":
+        used = used.transpose(1, 2)
+    for everything, mine in zip((cache.k, cache.v), cache.pools(step.layer), strict=True):
+        kept = mine.float()
+        everything.copy_(torch.full_like(everything, 1.0, dtype=torch.float32) * nothing)
+        mine.copy_(torch.where(used == 1, kept, torch.where(used == 2, past_the_end, nothing)))
 
 
 def _scales(num_layers: int, heads: int, kind: Scales) -> Array:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import FA2_8BIT, XQA, need
 from problem import CacheKind, assert_within
-from stored_steps import StoredStep, new_stored_step
+from stored_steps import StoredStep, new_stored_step, spoil
 from torch import Tensor
 
 import jax_frontend
@@ -140,23 +140,6 @@ def test_real_sizes_against_the_reference(name: str, lens: list[int]) -> None:
     # e4m3 has steps of an eighth, so the query and the weights are each off by 0.026 on average; an
     # error of the query counts for more where keys are larger than 1.
     assert relative_error(got, want) < (0.01 if name == "16-bit" else 0.12)
-
-
-def spoil(step: StoredStep, nothing: float, past_the_end: float) -> None:
-    """Write over the pages of nobody and of other layers, and over the ends of pages in use."""
-    cache, shape = step.cache, step.cache.spec
-    pages = step.batch.pages(shape.page_size)
-    owned = step.batch.page_indices(shape.page_size, shape.num_pages)
-    used = torch.zeros(shape.num_pages, shape.page_size, dtype=torch.int64)
-    used[owned] = 1
-    ends = owned[pages.indptr[1:][pages.counts > 0] - 1]
-    for page, length in zip(ends, pages.last_lens[pages.counts > 0], strict=True):
-        used[page, length:] = 2
-    used = used.to(cache.device)[:, :, None, None]
-    for everything, mine in zip((cache.k, cache.v), cache.pools(step.layer), strict=True):
-        kept = mine.float()
-        everything.copy_(torch.full_like(everything, 1.0, dtype=torch.float32) * nothing)
-        mine.copy_(torch.where(used == 1, kept, torch.where(used == 2, past_the_end, nothing)))
 
 
 @formats
