@@ -70,7 +70,8 @@ def append_arrays(
         Without jax-triton, which the ``cuda`` extra brings.
     """
     triton_call = _triton_call()
-    count = slots.shape[0]
+    # The slots of a step without rows are one of -1, and its rows are at no address.
+    count = min(slots.shape[0], key.shape[0])
     if not count:
         return key_pool, value_pool
     kernel, grid, constants = _kernel(cache_spec, count)

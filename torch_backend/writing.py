@@ -98,7 +98,9 @@ def write_rows(
         which layer's scales to use.
     """
     if key.is_cuda:
-        _launch(key, value, key_pool, value_pool, cache_spec, slots, scale_table, scale_layer)
+        # The slots of a step without rows are one of -1, and its rows are at no address.
+        if key.shape[0]:
+            _launch(key, value, key_pool, value_pool, cache_spec, slots, scale_table, scale_layer)
         return
     # torch reads -1 as the last element, so padding has to be left out by name.
     rows = torch.nonzero(slots >= 0).flatten()

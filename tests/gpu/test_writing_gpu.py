@@ -72,6 +72,22 @@ def test_the_kernels_leave_the_bytes_of_the_cpu(dtype: str, layout: str) -> None
             assert_same(there, pools, (spec, how, count))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_without_rows_writes_nothing(dtype: str) -> None:
+    """Its plan has one slot all the same, of -1, and an array without elements has no address."""
+    generator = torch.Generator().manual_seed(0)
+    spec = spec_of(dtype, "NHD", SHAPES[3])
+    pools = copied(pools_of(spec, "whole", generator), "cuda")
+    kept = copied(pools, "cuda")
+    rows = [part.cuda() for part in rows_of(spec, 0, generator)]
+    assert rows[0].data_ptr() == 0
+    scales = [part.cuda() for part in (scales_of(spec, generator) if spec.quantized else ())]
+    slots = torch.full((1,), -1, dtype=torch.int32, device="cuda")
+    write_rows(rows[0], rows[1], pools[0], pools[1], spec, slots, *scales)
+    torch.cuda.synchronize()
+    assert_same(pools, kept, spec)
+
+
 @pytest.mark.parametrize("row_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [*FP8_DTYPES, *NVFP4_DTYPES])
 def test_rows_of_16_bits_are_stored_alike(dtype: str, row_dtype: torch.dtype) -> None:
