@@ -51,8 +51,8 @@ def speculative(run: Run) -> None:
                 (f"{DRAFTS} in a chain", chain, {}),
                 (f"{DRAFTS} in a tree", tree, {}),
                 (f"{DRAFTS} in a tree, one launch", tree, {"kernel": "fa2"}),
-                (f"{DRAFTS} in a chain, XQA", chain, {"kernel": "xqa_draft"}),
-                (f"{DRAFTS} in a tree, XQA", tree, {"kernel": "xqa_draft"}),
+                (f"{DRAFTS} in a chain, XQA", chain, {"kernel": "xqa_drafts"}),
+                (f"{DRAFTS} in a tree, XQA", tree, {"kernel": "xqa_drafts"}),
             ):
                 bucket = replace(bucket_of(batch), draft_masks=batch.draft_masks is not None)
                 _measure(run, what + name, shape, model, cache, batch, bucket, options)

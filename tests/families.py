@@ -46,7 +46,8 @@ def _xqa(kv_dtype: str, *, window: bool = False) -> ModuleKey:
 
 
 XQA = (_xqa("float8_e4m3fn"), _xqa("float8_e4m3fn", window=True), _xqa("bfloat16"))
-MODULES = VARIANTS + FA2_8BIT + XQA
+XQA_DRAFTS = tuple(replace(key, drafts=True) for key in XQA)
+MODULES = VARIANTS + FA2_8BIT + XQA + XQA_DRAFTS
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def test_doctor_without_a_gpu() -> None:
     assert "GPU: none that PyTorch can use" in report
     assert "decode, 32 requests: reference" in report
     assert "not fa2: it needs an NVIDIA GPU, and this is a cpu device" in report
-    assert len(report.splitlines()) < 40
+    assert len(report.splitlines()) < 50
 
 
 def test_doctor_says_which_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

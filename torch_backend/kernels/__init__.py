@@ -17,6 +17,7 @@
 | ``fa2_invariant`` | batch-invariant plans, and nothing else | |
 | ``xqa_16bit`` | the same as ``xqa`` from 16-bit pages, which ``fa2`` reads faster: head widths \
 that ``fa2`` is not compiled for | |
+| ``xqa_drafts`` | several query tokens a request, without LSE, where it is measured or named | |
 | ``trtllm_gen_8bit`` | prefill from 8-bit pages on 10.0 and 10.3, by a copy, where it is named; \
 never run on hardware | |
 | ``reference`` | everything, on any device | |
@@ -33,6 +34,7 @@ from .flashinfer_fa2_drafts import DraftsFA2Family
 from .flashinfer_fa2_invariant import InvariantFA2Family
 from .flashinfer_fa3 import FA3Family
 from .flashinfer_xqa import XQAFamily
+from .flashinfer_xqa_drafts import XQADraftsFamily
 from .protocol import Decision, Device, KernelFamily, Lengths, Operands, Work, torch_view
 from .reference import ReferenceFamily
 from .trtllm_gen import TrtllmGenFamily
@@ -63,6 +65,7 @@ _IN_ORDER: tuple[KernelFamily, ...] = (
     CascadeFamily(),
     InvariantFA2Family(),
     XQAFamily("xqa_16bit", quantized=False),
+    XQADraftsFamily(),
     TrtllmGenFamily("trtllm_gen_8bit", context=True, copied=True),
     ReferenceFamily(),
 )
@@ -74,5 +77,12 @@ CASCADE = CascadeFamily.name
 INVARIANT = ("fa2_invariant", "reference")
 """Families that can leave what they compute for a request independent of all others."""
 
-DRAFT_MASKS = ("fa2_drafts", "fa2", "fa2_flashinfer", "fa2_invariant", "reference")
+DRAFT_MASKS = (
+    "fa2_drafts",
+    "fa2",
+    "fa2_flashinfer",
+    "fa2_invariant",
+    "xqa_drafts",
+    "reference",
+)
 """Families that read masks of drafts; others would leave them out silently."""

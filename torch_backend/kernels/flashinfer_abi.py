@@ -111,6 +111,8 @@ class ModuleKey:
         (``"float8_e4m3fn"``; with FA2 also ``"float8_e5m2"``).
     page_size, group_size
         Of XQA: tokens in a page, and query heads that share a key head.
+    drafts
+        Of XQA: whether it is the module for several query tokens a request.
     """
 
     backend: str
@@ -121,6 +123,7 @@ class ModuleKey:
     kv_dtype: str = ""
     page_size: int = 0
     group_size: int = 0
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
@@ -129,6 +132,7 @@ class ModuleKey:
         features = (
             (f"keys of {self.kv_dtype}", self.kv_dtype != self.dtype),
             (f"pages of {self.page_size}, groups of {self.group_size}", self.backend == "xqa"),
+            ("several query tokens", self.drafts),
             ("window", self.window),
             ("soft cap", self.soft_cap),
         )
@@ -161,7 +165,8 @@ def jit_spec(key: ModuleKey) -> Any:
         return modules.gen_trtllm_gen_fmha_module()
     dtype, kv_dtype = getattr(torch, key.dtype), getattr(torch, key.kv_dtype)
     if key.backend == "xqa":
-        one_token = 1
+        # The module for queries of unequal lengths takes all of them, so any number above 1 does.
+        query_len = 2 if key.drafts else 1
         return xqa.gen_xqa_module(
             dtype,
             kv_dtype,
@@ -170,7 +175,8 @@ def jit_spec(key: ModuleKey) -> Any:
             key.group_size,
             key.window,
             dtype,
-            one_token,
+            query_len,
+            use_ragged_q=key.drafts,
         )
     generate = {
         # Keys and values lie in pools of equal strides, which halves the module.

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from interop.plan import ALIGN_WORDS, Launch
@@ -30,7 +31,16 @@ from .flashinfer_refusals import needs_capability, refuse_dtype, refuse_machine,
 from .flashinfer_xqa_scratch import Scratch, prepare, query_factor, scratch_of, splits_of, warm
 from .protocol import Decision, IntArray, KernelFamily, Lengths, Operands, Work, torch_view
 
-__all__ = ["CAPABILITIES", "KV_DTYPE", "XQAFamily", "module_key", "refuse_spec"]
+__all__ = [
+    "CAPABILITIES",
+    "KV_DTYPE",
+    "MOST_BLOCKS",
+    "MOST_HEADS",
+    "XQAFamily",
+    "module_key",
+    "refuse_spec",
+    "write_page_table",
+]
 
 HOPPER = (9, 0)
 CAPABILITIES = (HOPPER, (12, 0), (12, 1))
@@ -180,27 +190,15 @@ class XQAFamily:
         _, rows, width, empty, *_ = launch.constants
         # A row is a request's only one; all rows of the request that is padding have no keys.
         request = np.arange(lengths.query_lens.size).repeat(lengths.query_lens)
-        kv_lens, counts = lengths.kv_lens[request], lengths.kv_units[request]
+        kv_lens = lengths.kv_lens[request]
         # The kernel reads at least one key of each row: without keys of its own, that of page 0.
         np.maximum(kv_lens, 1, out=fields["xqa_rows"][:rows])
         if empty:
             fields["xqa_rows"][_flags_at(rows) :].view(np.uint8)[:rows] = kv_lens == 0
         else:
             assert kv_lens.all()
-        # Runs of entries that are in use and of others, row after row.
-        kinds, runs = np.zeros((rows, 2), np.bool_), np.empty((rows, 2), np.intp)
-        kinds[:, 0], runs[:, 0] = True, counts
-        np.subtract(width, counts, out=runs[:, 1])
-        in_use = kinds.repeat(runs.reshape(-1)).reshape(rows, width)
         table = fields["xqa_page_table"].reshape(rows, width)
-        table.fill(0)
-        indices = fields["page_indices"]
-        if counts.sum() == lengths.kv_indptr[-1]:
-            table[in_use] = indices[: lengths.kv_indptr[-1]]
-        else:
-            # Some requests have pages and no query.
-            places = lengths.kv_indptr[request][:, None] + np.arange(width)
-            table[in_use] = indices[places[in_use]]
+        write_page_table(table, request, lengths, fields["page_indices"])
 
     def _write_instead(
         self,
@@ -288,7 +286,9 @@ def refuse_spec(spec: AttentionSpec, page_size: int) -> str | None:
     return None
 
 
-def module_key(spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int) -> abi.ModuleKey:
+def module_key(
+    spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int, *, drafts: bool = False
+) -> abi.ModuleKey:
     """Which compiled module decodes by `spec`; see `flashinfer_abi.ModuleKey`."""
     return abi.ModuleKey(
         "xqa",
@@ -298,7 +298,40 @@ def module_key(spec: AttentionSpec, dtype: str, kv_dtype: str, page_size: int) -
         kv_dtype=kv_dtype,
         page_size=page_size,
         group_size=spec.group_size,
+        drafts=drafts,
     )
+
+
+def write_page_table(
+    table: IntArray, request: npt.NDArray[Any], lengths: Lengths, page_indices: IntArray
+) -> None:
+    """Write a row of pages for each request that is named, 0 after its own.
+
+    Parameters
+    ----------
+    table
+        ``[rows, width]``, written.
+    request
+        ``[rows]`` whose pages they are.
+    lengths
+        Of the batch.
+    page_indices
+        The plan's field, already written.
+    """
+    rows, width = table.shape
+    counts = lengths.kv_units[request]
+    # Runs of entries that are in use and of others, row after row.
+    kinds, runs = np.zeros((rows, 2), np.bool_), np.empty((rows, 2), np.intp)
+    kinds[:, 0], runs[:, 0] = True, counts
+    np.subtract(width, counts, out=runs[:, 1])
+    in_use = kinds.repeat(runs.reshape(-1)).reshape(rows, width)
+    table.fill(0)
+    if counts.sum() == lengths.kv_indptr[-1]:
+        table[in_use] = page_indices[: lengths.kv_indptr[-1]]
+    else:
+        # Some requests have pages and are not named.
+        places = lengths.kv_indptr[request][:, None] + np.arange(width)
+        table[in_use] = page_indices[places[in_use]]
 
 
 def _flags_at(rows: int) -> int:

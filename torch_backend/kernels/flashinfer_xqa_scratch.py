@@ -22,8 +22,10 @@ from .protocol import Operands, torch_view
 __all__ = [
     "Prepared",
     "Scratch",
+    "drafts_scratch_of",
     "prepare",
     "query_factor",
+    "row_blocks",
     "scratch_of",
     "splits_of",
     "warm",
@@ -32,6 +34,9 @@ __all__ = [
 # Keys that a thread block works on at a time, in the kernel that multiplies in 8 bits and in the
 # one that widens pages.
 TILE_KEYS = {True: 64, False: 256}
+
+# Query rows, each a head of a token, that a thread block has where requests have several tokens.
+DRAFT_ROWS = 32
 
 # Scratch begins with the two factors of `triton_xqa`, and its parts are aligned.
 FACTOR_BYTES, ALIGN_BYTES = 16, 256
@@ -68,6 +73,47 @@ def scratch_of(
     return Scratch(semaphores, partials, query, total)
 
 
+@lru_cache(maxsize=4096)
+def drafts_scratch_of(
+    spec: AttentionSpec,
+    cache: CacheSpec,
+    num_sms: int,
+    requests: int,
+    rows: int,
+    width: int,
+    longest: int,
+) -> Scratch:
+    """Sizes for several query tokens a request, by the rules of the function that launches them.
+
+    Parameters
+    ----------
+    requests, rows
+        How many there are, and query rows of all of them.
+    width
+        Pages of the longest request that the table has room for.
+    longest
+        Query tokens of the longest.
+    """
+    tiles = -(-width * cache.page_size // TILE_KEYS[False])
+    splits = min(max(num_sms // (requests * spec.num_kv_heads), 1), tiles)
+    blocks = requests * spec.num_kv_heads * row_blocks(spec, longest)
+    semaphores = blocks if splits > 1 else 0
+    first = FACTOR_BYTES + 4 * semaphores if cache.quantized or semaphores else 0
+    partials = query = round_up(first, ALIGN_BYTES)
+    if semaphores:
+        size = _bytes_in_16_bits(spec, DRAFT_ROWS, splits * blocks)
+        query += round_up(size, ALIGN_BYTES)
+    total = query
+    if cache.scales_per_head:
+        total += 2 * rows * spec.num_qo_heads * spec.head_dim
+    return Scratch(semaphores, partials, query, total)
+
+
+def row_blocks(spec: AttentionSpec, longest: int) -> int:
+    """Thread blocks for the query rows of a request's longest query and one key head."""
+    return -(-longest * spec.group_size // DRAFT_ROWS)
+
+
 def splits_of(
     spec: AttentionSpec, cache: CacheSpec, num_sms: int, rows: int, width: int, widens: int = 0
 ) -> int:
@@ -83,12 +129,17 @@ def splits_of(
 def _bytes_of_partials(spec: AttentionSpec, cache: CacheSpec, parts: int, widens: int = 0) -> int:
     """Partial outputs of all parts in 16 bits, after maxima and sums of their rows in 32 bits."""
     group = spec.group_size
-    if cache.quantized and not widens:
-        rows, out = 8 * group, 2 * group * spec.head_dim
-    else:
-        # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
-        rows, out = 2 * 128, 2 * group * max(64, power_of_two(spec.head_dim))
+    if not cache.quantized or widens:
+        return _bytes_in_16_bits(spec, group, parts)
+    rows, out = 8 * group, 2 * group * spec.head_dim
     return round_up(rows * parts, out) + out * parts
+
+
+def _bytes_in_16_bits(spec: AttentionSpec, rows: int, parts: int) -> int:
+    """The same of the kernel for 16-bit pages, with so many rows to a part."""
+    # Heads are padded to a power of two from 64 on, maxima and sums to 32 rows each.
+    numbers, out = 2 * 128, 2 * rows * max(64, power_of_two(spec.head_dim))
+    return round_up(numbers * parts, out) + out * parts
 
 
 def query_factor(spec: AttentionSpec) -> float:

@@ -14,7 +14,15 @@ from .protocol import KernelFamily, Work
 
 __all__ = ["BY_KERNEL", "BY_LSE", "needs_lse", "refuse"]
 
-BY_KERNEL = ("reference", "xqa", "xqa_16bit", "trtllm_gen", "trtllm_gen_context", "trtllm_gen_8bit")
+BY_KERNEL = (
+    "reference",
+    "xqa",
+    "xqa_16bit",
+    "xqa_drafts",
+    "trtllm_gen",
+    "trtllm_gen_context",
+    "trtllm_gen_8bit",
+)
 """Their kernels add the sink to the softmax denominator."""
 
 BY_LSE = ("fa3", "fa2_drafts", "fa2", "fa2_flashinfer", "fa2_invariant")
