@@ -77,8 +77,8 @@ def test_a_step_without_rows_writes_nothing(dtype: str) -> None:
     """Its plan has one slot all the same, of -1, and an array without elements has no address."""
     generator = torch.Generator().manual_seed(0)
     spec = spec_of(dtype, "NHD", SHAPES[3])
-    pools = copied(pools_of(spec, "whole", generator), "cuda")
-    kept = copied(pools, "cuda")
+    kept = pools_of(spec, "whole", generator)
+    pools = copied(kept, "cuda")
     rows = [part.cuda() for part in rows_of(spec, 0, generator)]
     assert rows[0].data_ptr() == 0
     scales = [part.cuda() for part in (scales_of(spec, generator) if spec.quantized else ())]

@@ -171,14 +171,12 @@ def test_a_recorded_call_serves_other_steps_of_its_bucket(name: str) -> None:
     with torch.cuda.graph(graph):
         out = torch_backend.attend(step.query, step.cache, plan, step.layer)
     for seed in (1, 2):
-        queries = QUERIES[seed:] + QUERIES[:seed]
-        lens = [max(count, length) for count, length in zip(queries, LENS, strict=True)]
-        batch = RaggedBatch(queries, lens, step.batch.page_table, draft_masks=trees(queries, seed))
+        # Shorter by so much that nobody's pages are fewer.
+        lens = [length - seed if length > 16 * seed + 8 else length for length in LENS]
+        batch = RaggedBatch(QUERIES, lens, step.batch.page_table, draft_masks=trees(QUERIES, seed))
         other = replace(step, batch=batch)
         again = other.plan("xqa_drafts", lse=False)
         assert again.static == plan.static
         plan.metadata.copy_(again.metadata)
-        # Rows that were padding may hold NaN.
-        step.query.nan_to_num_()
         graph.replay()
         assert_right(other, out)
