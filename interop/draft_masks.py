@@ -26,6 +26,7 @@ __all__ = [
     "packed_rows",
     "spread_rows",
     "unpacked_rows",
+    "within",
 ]
 
 Mask = npt.NDArray[np.bool_]
@@ -80,10 +81,10 @@ def checked_masks(masks: object, query_lens: IntArray, qo_indptr: IntArray) -> M
             wanted="True: every token sees itself",
             remedy="Leave tokens that count for nothing out of the batch.",
         )
-    return array[:, :longest] & _within(query_lens, longest)
+    return array[:, :longest] & within(query_lens, longest)
 
 
-def _within(query_lens: IntArray, width: int) -> Mask:
+def within(query_lens: IntArray, width: int) -> Mask:
     """Return which columns of each token's row are of its own request, ``[tokens, width]``."""
     inside: Mask = np.arange(width) < query_lens.repeat(query_lens)[:, None]
     return inside
@@ -156,7 +157,7 @@ def spread_rows(
     local = np.arange(request.size) - indptr(query_lens[masked])[:-1].repeat(query_lens[masked])
     own = rows[qo_indptr[request] + local]
     bits = unpacked_rows(own, WORD * own.shape[1])
-    hidden, column = np.nonzero(~bits & _within(query_lens[masked], bits.shape[1]))
+    hidden, column = np.nonzero(~bits & within(query_lens[masked], bits.shape[1]))
     who = request[hidden]
     bit = local[hidden] * keys[who] + (keys[who] - query[who]) + column
     clear = ~(np.uint8(1) << (bit % BYTE).astype(np.uint8))

@@ -25,13 +25,13 @@ SECONDS = timedelta(seconds=120)
 
 def solve(case: dict[str, Any], group: Any, rank: int) -> dict[str, Any]:
     """What a rank computes; without rows the text of the error that planning raises."""
-    batch = RaggedBatch(*case["batch"])
+    batch = RaggedBatch(*case["batch"], draft_masks=case.get("draft_masks"))
     options: dict[str, Any] = case["options"]
     cache = PagedKVCache(case["cache_of"], **options)
     try:
         plan = dcp.plan(
             case["spec"], cache.spec, batch, group,
-            interleave=case["interleave"], bucket=case["bucket"],
+            interleave=case["interleave"], bucket=case["bucket"], kernel=case.get("kernel"),
         )  # fmt: skip
     except IsthmusError as error:
         return {"error": f"{type(error).__name__}: {error}"}

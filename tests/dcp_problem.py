@@ -106,6 +106,7 @@ class Shared:
             table,
             sm_scale=self.spec.sm_scale,
             logits_soft_cap=self.spec.logits_soft_cap,
+            draft_masks=self.batch.draft_masks,
         )
         return out, lse
 
@@ -137,6 +138,7 @@ def shared(
     dtype: str = "float32",
     query_scale: float = 1.0,
     seed: int = 0,
+    draft_masks: Array | None = None,
 ) -> Shared:
     """Make a step of normal numbers over pages in random order."""
     rng = np.random.default_rng(seed)
@@ -146,9 +148,15 @@ def shared(
     order = rng.permutation(sizes.num_pages)[: sum(counts)]
     for row, pages in zip(table, np.split(order, np.cumsum(counts)[:-1]), strict=True):
         row[: len(pages)] = pages
-    batch = RaggedBatch(query_lens, kv_lens, table)
+    batch = RaggedBatch(query_lens, kv_lens, table, draft_masks=draft_masks)
     if bucket is None:
-        bucket = Bucket(batch.num_requests, batch.num_tokens, sum(counts), batch.max_query_len)
+        bucket = Bucket(
+            batch.num_requests,
+            batch.num_tokens,
+            sum(counts),
+            batch.max_query_len,
+            draft_masks=draft_masks is not None,
+        )
 
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32).astype(NUMPY_DTYPES[dtype])

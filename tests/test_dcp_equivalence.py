@@ -36,6 +36,10 @@ SPEC = AttentionSpec(12, 2, 16)
 DECODES = ([1, 1, 1, 0, 1], [9, 1, 40, 3, 16])
 MIXED = ([1, 5, 0, 7, 2], [30, 5, 8, 24, 2])
 CAPPED = replace(SPEC, logits_soft_cap=3.0)
+# Two drafts that continue the same token, and one that continues the first of them.
+TREE = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)
+DRAFTS = ([4, 1, 0, 3], [30, 6, 8, 24])
+TREES = np.concatenate([TREE, TREE[:1], TREE[:3]])
 
 PROBLEMS = {
     "decode over 4": shared(SPEC, Sizes(4), *DECODES, bucket=Bucket(6, 6, 20, 1)),
@@ -43,6 +47,7 @@ PROBLEMS = {
     "mixed over 3, of heads that do not nest": shared(CAPPED, Sizes(3, 4), *MIXED),
     "mixed over 2 in bfloat16": shared(SPEC, Sizes(2, num_pages=24), *MIXED, dtype="bfloat16"),
     "decode over 4 in bfloat16": shared(SPEC, Sizes(4, 4), *DECODES, dtype="bfloat16"),
+    "trees of drafts over 4": shared(SPEC, Sizes(4, 2), *DRAFTS, draft_masks=TREES),
     "nothing to do": shared(SPEC, Sizes(4), [0, 0], [5, 30]),
     "mixed over 1": shared(SPEC, Sizes(1, num_pages=24), *MIXED),
 }
@@ -62,6 +67,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a page of nobody": {"batch": ([1], [17], [[0, 16]])},
     "a page for two": {"batch": ([1, 1], [5, 5], [[3], [3]])},
     "a small bucket": {"bucket": Bucket(2, 1, 8)},
+    "masks that no bucket announced": {
+        "batch": ([2], [5], [[3]]),
+        "draft_masks": np.ones((2, 2), bool),
+        "bucket": Bucket(1, 2, 4),
+    },
+    "a cascade": {"kernel": "cascade"},
 }
 
 
@@ -89,6 +100,7 @@ def case_of(problem: Shared) -> dict[str, Any]:
         "ranks": sizes.ranks,
         "interleave": sizes.interleave,
         "batch": (batch.query_lens, batch.kv_lens, batch.page_table),
+        "draft_masks": batch.draft_masks,
         "bucket": problem.bucket,
         "options": options_of(sizes, problem.dtype),
         "query": [to_torch(np.ascontiguousarray(part), "cpu") for part in heads],
@@ -238,9 +250,10 @@ def test_both_front_ends_refuse_in_the_same_words(
     cache = PagedKVCache(case["cache_of"], **case["options"])
     mesh = mesh_of(RANKS)
     with pytest.raises(IsthmusError) as error:
+        batch = RaggedBatch(*case["batch"], draft_masks=case.get("draft_masks"))
         dcp.plan(
-            case["spec"], cache.spec, RaggedBatch(*case["batch"]), mesh, "dcp",
-            interleave=case["interleave"], bucket=case["bucket"],
+            case["spec"], cache.spec, batch, mesh, "dcp", interleave=case["interleave"],
+            bucket=case["bucket"], kernel=case.get("kernel"),
         )  # fmt: skip
     text = f"{type(error.value).__name__}: {error.value}"
     assert over_gloo[name] == [{"error": text}] * RANKS

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from interop.batch import RaggedBatch, check_slots
+from interop.draft_masks import WORD, Mask, mask_words, ordered_rows, packed_rows, within
 from interop.errors import LengthError, ShapeError
 from interop.host import IntArray, host_ints, indptr
 
@@ -57,6 +58,9 @@ class EngineBatch:
         ``[num_actual_tokens]`` integers on the device, handed on to the layers as it is.
     causal
         Whether attention is causal.
+    draft_masks
+        ``[query_start_loc[-1], width]`` bool, for drafts that are trees: which of its own request's
+        rows each row sees, see `RaggedBatch`. `causal` then counts for the split alone.
     """
 
     query_start_loc: Any
@@ -66,6 +70,7 @@ class EngineBatch:
     num_padded_tokens: int | None = None
     slot_mapping: Any = None
     causal: bool = True
+    draft_masks: Any = None
 
 
 class EngineRequests(RaggedBatch):
@@ -182,7 +187,9 @@ def decode_lengths(query_lens: IntArray, *, xqa: bool) -> DecodeLengths:
     return DecodeLengths(longest, True)
 
 
-def draft_mask(query_lens: IntArray, causal: bool) -> npt.NDArray[np.uint16]:
+def draft_mask(
+    query_lens: IntArray, causal: bool, masks: Mask | None = None
+) -> npt.NDArray[np.uint16]:
     """Which of its request's rows each row sees, as XQA reads it for queries of several rows.
 
     Parameters
@@ -191,6 +198,8 @@ def draft_mask(query_lens: IntArray, causal: bool) -> npt.NDArray[np.uint16]:
         ``[num_decodes]`` rows of each request.
     causal
         Whether row ``i`` sees rows 0 to ``i``, or all of its request.
+    masks
+        ``[sum(query_lens), width]``, what the rows see instead.
 
     Returns
     -------
@@ -198,14 +207,13 @@ def draft_mask(query_lens: IntArray, causal: bool) -> npt.NDArray[np.uint16]:
         ``[sum(query_lens), 2 * ceil(longest / 32)]`` uint16, bit ``k`` of a row for row ``k``, in
         words of 32 bits, the low half first.
     """
-    longest = int(query_lens[query_lens.argmax()])
-    seen = query_lens.repeat(query_lens)
-    if causal:
-        starts = indptr(query_lens)[:-1].repeat(query_lens)
-        seen = np.arange(1, seen.size + 1, dtype=np.int32) - starts
-    words = 2 * -(-longest // 32)
-    bits = np.clip(seen[:, None] - 16 * np.arange(words), 0, 16)
-    return ((1 << bits) - 1).astype(np.uint16)
+    words = mask_words(int(query_lens[query_lens.argmax()]))
+    if masks is None:
+        rows = ordered_rows(query_lens, words, causal)
+    else:
+        own = masks[: int(query_lens.sum()), : WORD * words]
+        rows = packed_rows(own & within(query_lens, own.shape[1]), words)
+    return rows.astype("<i4").view(np.uint16)
 
 
 def cumulative_pages(seq_lens: IntArray, page_size: int) -> IntArray:
@@ -244,7 +252,7 @@ def read_batch(batch: EngineBatch) -> HostBatch:
             "seq_lens", given=f"{lens.size} lengths", wanted=f"{starts.size - 1}, one per request"
         )
     query_lens = starts[1:] - starts[:-1]
-    requests = EngineRequests(query_lens, lens, batch.block_table)
+    requests = EngineRequests(query_lens, lens, batch.block_table, draft_masks=batch.draft_masks)
     rows = int(starts[-1])
     actual = rows if batch.num_actual_tokens is None else int(batch.num_actual_tokens)
     padded = actual if batch.num_padded_tokens is None else int(batch.num_padded_tokens)

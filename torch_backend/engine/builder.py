@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from interop.batch import Bucket, RaggedBatch
+from interop.draft_masks import Mask
 from interop.errors import ArgumentError, UnsupportedError
 from interop.host import IntArray, power_of_two
 from interop.plan import AttentionPlan
 from interop.spec import AttentionSpec
 
+from ..kernels import CASCADE
 from ..planning import plan
 from .batches import (
     DecodeLengths,
@@ -125,6 +127,12 @@ class Step:
     bucket: Bucket
     slot_mapping: Any = None
     plans: dict[AttentionSpec, AttentionPlan[Any]] = field(default_factory=dict)
+
+    @property
+    def use_cascade(self) -> bool:
+        """Whether pages that all requests begin with are read once for all."""
+        launches = (launch for plan in self.plans.values() for launch in plan.static.main)
+        return any(launch.family == CASCADE for launch in launches)
 
     @property
     def all_trtllm(self) -> bool:
@@ -241,7 +249,8 @@ class StepBuilder:
         count = split.num_decodes
         if not count:
             return None
-        choice, lens = self.decode_choice, host.requests.kv_lens[:count]
+        masks, lens = host.requests.draft_masks, host.requests.kv_lens[:count]
+        choice = _reading(masks, self.decode_choice)
         rows, xqa = host.query_lens[:count], choice.kernel == XQA
         lengths = decode_lengths(rows, xqa=xqa)
         return Decodes(
@@ -249,7 +258,7 @@ class StepBuilder:
             query_dtype=self.query_dtypes[1],
             lengths=lengths,
             max_seq_len=int(lens[lens.argmax()]),
-            mask=draft_mask(rows, causal) if xqa and lengths.q_len_per_req > 1 else None,
+            mask=draft_mask(rows, causal, masks) if xqa and lengths.q_len_per_req > 1 else None,
         )
 
     def _prefills(self, host: HostBatch, split: Split, causal: bool) -> Prefills | None:
@@ -259,6 +268,7 @@ class StepBuilder:
         choice = self.prefill_choice
         if not causal:
             choice = prefill_kernel(self.platform, self.group, causal)
+        choice = _reading(host.requests.draft_masks, choice)
         starts, lens = host.query_start_loc, host.requests.kv_lens[first:]
         rows = host.query_lens[first:]
         return Prefills(
@@ -302,8 +312,12 @@ class StepBuilder:
             )
 
     def _bucket(self, host: HostBatch, split: Split) -> Bucket:
-        """Sizes to pad the plan to: a recorded graph's, or else the step's rows."""
+        """Sizes to pad the plan to: a recorded graph's, or else the step's rows.
+
+        Steps with masks of drafts have buckets, and so recordings, of their own.
+        """
         requests, longest = host.requests, host.requests.max_query_len
+        masked = requests.draft_masks is not None
         rows = host.num_padded_tokens
         pages = int(requests.pages(self.group.cache.page_size).indptr[-1])
         if longest and not split.num_prefills and rows in self.graph_sizes:
@@ -311,10 +325,21 @@ class StepBuilder:
             count = max(rows // longest, requests.num_requests)
             most = min(count * self.max_pages_per_req, self.group.cache.num_pages)
             if pages <= most:
-                return Bucket(count, rows, most, longest)
+                return Bucket(count, rows, most, longest, draft_masks=masked)
         return Bucket(
-            power_of_two(requests.num_requests), rows, power_of_two(pages), power_of_two(longest)
+            power_of_two(requests.num_requests),
+            rows,
+            power_of_two(pages),
+            power_of_two(longest),
+            draft_masks=masked,
         )
+
+
+def _reading(masks: Mask | None, choice: KernelChoice) -> KernelChoice:
+    """Return the kernel that reads masks of drafts, where there are any."""
+    if masks is None or choice.kernel in (NATIVE, XQA):
+        return choice
+    return KernelChoice(NATIVE, "TRTLLM-GEN reads no masks of drafts")
 
 
 class PlanningBuilder(StepBuilder):

@@ -64,15 +64,13 @@ class InvariantFA2Family(FA2Family):
         schedule = next(name for name in sizes if name.endswith("schedule"))
         return launch, sizes | {schedule: words}
 
-    def write(
+    def _write_schedule(
         self,
         work: Work,
-        launch: Launch,
         lengths: Lengths,
         decision: Decision,
         fields: Mapping[str, IntArray],
     ) -> None:
-        """See `KernelFamily.write`."""
         schedule = fields["fa2_schedule" if work.source == "pages" else "fa2_own_schedule"]
         if work.source == "tokens":
             fields["fa2_own_kv_indptr"][:] = lengths.kv_indptr
