@@ -33,6 +33,8 @@ SUMMARY = (
     "prefill 1 x 16384",
     "append of",
     "bf16 / fp8",
+    "that share 16384 tokens",
+    "eight drafts in a tree",
     "allocator:",
     "over 4 ranks",
 )

@@ -228,6 +228,36 @@ def _device_plan_targets() -> Iterable[Target]:
         )
 
 
+def _reuse_targets() -> Iterable[Target]:
+    for front_end in ("PyTorch graph", "JAX unrolled"):
+        yield Target(
+            "cascade",
+            f"64 requests that share 16384 tokens: plain decode / cascade, {front_end}",
+            ">= 3",
+            _ratio(
+                ("cascade", f"plain, {front_end}"),
+                ("cascade", f"chosen, {front_end}"),
+                requests=64,
+                prefix=16384,
+            ),
+            3.0,
+            at_most=False,
+        )
+        for what in ("chain", "tree"):
+            yield Target(
+                "speculative",
+                f"32 x 4096: eight drafts in a {what} / one token, {front_end}",
+                "<= 1.5",
+                _ratio(
+                    ("speculative", f"8 in a {what}, {front_end}"),
+                    ("speculative", f"one token, {front_end}"),
+                    requests=32,
+                    context=4096,
+                ),
+                1.5,
+            )
+
+
 def _share_of_step(way: str) -> Callable[[Figures], float]:
     return lambda figures: 100.0 * figures.best("cpu_dcp", f"{way}, combine", field="of_step")
 
@@ -438,6 +468,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     *_planning_targets(),
     *_device_plan_targets(),
+    *_reuse_targets(),
     *_cache_targets(),
     *_dcp_targets(),
 )

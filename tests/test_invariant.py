@@ -279,7 +279,7 @@ def test_decodes_and_others_are_two_launches_of_one_array() -> None:
 def test_only_families_that_promise_it_serve() -> None:
     bucket = Bucket(8, 8, 600, 1)
     work = works_of(BIG, POOL, "bfloat16", bucket, 9, H200, True, True)[0]
-    refusals = {name: torch_backend.dispatch._refusal(FAMILIES[name], work) for name in FAMILIES}
+    refusals = {name: torch_backend.dispatch.refusal(FAMILIES[name], work) for name in FAMILIES}
     assert {name for name, reason in refusals.items() if reason is None} == set(INVARIANT)
     assert refusals["fa3"] == "what it computes for a request depends on the rest of the batch"
     plain = replace(work, invariant=False)

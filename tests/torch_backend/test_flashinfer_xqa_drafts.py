@@ -206,6 +206,7 @@ def test_windows_and_other_layouts(loaded: Any) -> None:
     [
         ({"lse": True}, "it gives no LSE"),
         ({"batch": RaggedBatch([1], [9], np.arange(1)[None])}, "the bucket admits one"),
+        ({"bucket": Bucket(4, 200, 40, 128)}, "up to 127 query tokens a request, and the bucket a"),
         ({"device": Device("cuda", (10, 0), 148)}, "compute capability 9.0, 12.0 or 12.1"),
         ({"spec": replace(SPEC, logits_soft_cap=30.0)}, "it has no soft cap"),
         ({"cache": replace(CACHE, page_size=8)}, "it reads pages of 16, 32, 64, 128 tokens"),

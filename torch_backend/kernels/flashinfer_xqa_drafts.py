@@ -45,6 +45,9 @@ from .protocol import Decision, IntArray, Lengths, Operands, Work, torch_view
 
 __all__ = ["XQADraftsFamily"]
 
+# Longer queries are prefills, which kernels with larger tiles serve.
+MOST_DRAFTS = 127
+
 FIELDS = ("xqa_page_table", "xqa_kv_lens", "xqa_qo_indptr")
 OWN_MASKS, UNUSED_ROWS = "xqa_masks", "xqa_unused_rows"
 
@@ -75,8 +78,11 @@ class XQADraftsFamily:
             return "it reads pages, not rows of the call"
         if work.bucket.max_query_len < 2:
             return "it is for several query tokens a request, and the bucket admits one"
-        if work.role != "all":
-            return "it leaves mixed batches to families that serve prefills as well"
+        if work.bucket.max_query_len > MOST_DRAFTS:
+            return (
+                f"it is for up to {MOST_DRAFTS} query tokens a request, and the bucket admits "
+                f"{work.bucket.max_query_len}"
+            )
         if (reason := refuse_dtype(work)) is not None:
             return reason
         if work.cache.dtype not in (KV_DTYPE, work.query_dtype):
